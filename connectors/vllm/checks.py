@@ -1,0 +1,105 @@
+"""What lmkv refuses under vLLM, by name, before the engine serves."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, iter_layer_specs
+
+from lmkv.config import Config, ConfigError
+
+#: Speculators that keep no KV of their own: the cache does not see them.
+_PLAIN_SPECULATORS = {"ngram", "ngram_gpu", "suffix"}
+_TABLES = {"host", "file", "identity", "vllm"}
+_ALLOWED_EXTRA = {"lmkv", "self_describing_kv_events"}
+_NATIVE_EXTRA = {
+    "cpu_bytes_to_use": "[host] capacity",
+    "block_size": "[vllm] blocks_per_chunk",
+    "blocks_per_chunk": "[vllm] blocks_per_chunk",
+    "offload_prompt_only": "[vllm] prompt_only",
+    "secondary_tiers": "[file] path and [file] capacity",
+}
+
+
+def check_extra_config(extra: Mapping[str, Any]) -> None:
+    """Refuse keys of `kv_connector_extra_config` that would be silently ignored."""
+    for name in extra:
+        if name in _TABLES:
+            raise ConfigError(
+                f"kv_connector_extra_config.{name}",
+                "lmkv's tables are not read from here.",
+                f'put it under "lmkv": {{"lmkv": {{"{name}": ...}}}}.',
+            )
+        if name in _NATIVE_EXTRA:
+            raise ConfigError(
+                f"kv_connector_extra_config.{name}",
+                "this is a setting of vLLM's own offloading.",
+                f"use lmkv's {_NATIVE_EXTRA[name]}.",
+            )
+        if name not in _ALLOWED_EXTRA:
+            raise ConfigError(
+                f"kv_connector_extra_config.{name}",
+                "lmkv does not know this setting.",
+                'remove it; lmkv\'s settings go under "lmkv" (docs/configuration.md).',
+            )
+
+
+def check_engine(vllm_config: VllmConfig, config: Config) -> None:
+    """Refuse engine features that lmkv does not handle."""
+    transfer = vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    speculative = vllm_config.speculative_config
+    assert transfer is not None
+    if transfer.kv_role != "kv_both":
+        raise ConfigError("kv_role", f"{transfer.kv_role} is not supported.", 'use "kv_role": "kv_both".')
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        raise ConfigError(
+            "--nnodes / --distributed-executor-backend",
+            "the ranks of one engine share the host slab and must be on one node, started by vLLM itself.",
+            "use one node and the mp or uni executor; more nodes can run as separate engines.",
+        )
+    for flag, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(flag, "context parallelism is not supported with lmkv.", "set it to 1.")
+    if speculative is not None and speculative.method not in _PLAIN_SPECULATORS:
+        raise ConfigError(
+            "--speculative-config",
+            f"method {speculative.method!r} keeps KV of a draft model, which lmkv does not identify.",
+            f"use one of {', '.join(sorted(_PLAIN_SPECULATORS))}, or serve without lmkv.",
+        )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "--enable-sleep-mode", "sleep mode is not supported with lmkv.", "leave the flag away."
+        )
+    if config.file.path is not None and "sha256" not in vllm_config.cache_config.prefix_caching_hash_algo:
+        raise ConfigError(
+            "--prefix-caching-hash-algo",
+            f"{vllm_config.cache_config.prefix_caching_hash_algo} is not collision resistant and its seed "
+            "changes with every process, so nothing in [file] path could be shared.",
+            "use sha256 or sha256_cbor, or unset [file] path.",
+        )
+
+
+def check_groups(kv_cache_config: KVCacheConfig, config: Config) -> None:
+    """Refuse KV groups that lmkv does not handle."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError(
+            "--model",
+            "the model keeps recurrent (Mamba or linear-attention) state, which lmkv does not cache yet.",
+            "serve it without lmkv.",
+        )
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        raise ConfigError("--attention-config", "HiSparse is not supported with lmkv.", "turn it off.")
+    plain = len(groups) == 1 and all(isinstance(spec, FullAttentionSpec) for spec in specs)
+    if config.vllm.blocks_per_chunk > 1 and not plain:
+        raise ConfigError(
+            "[vllm] blocks_per_chunk",
+            f"{config.vllm.blocks_per_chunk} blocks a chunk work only for models with one full-attention group; "
+            f"this one has {len(groups)} KV group(s), not all of them full attention.",
+            "set it to 1.",
+        )

@@ -1,0 +1,195 @@
+"""The connector that vLLM loads: its own offloading connector with lmkv's manager and workers."""
+
+import logging
+import time
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from lmkv.config import Config, ConfigError, load, resolve_file_capacity, resolve_host_capacity
+from lmkv.connectors.vllm import compat
+from lmkv.connectors.vllm.checks import check_engine, check_extra_config, check_groups
+from lmkv.connectors.vllm.identity import namespace_of
+from lmkv.connectors.vllm.manager import LMKVManager
+from lmkv.connectors.vllm.spec import LMKVOffloadingSpec
+from lmkv.executor import ThreadedExecutor
+from lmkv.slab import RankArea, Slab, SlabError, create_or_join
+from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
+from lmkv.store import Below, Store
+from lmkv.tier import open_tier
+
+logger = logging.getLogger("vllm.lmkv")
+
+#: Read jobs are 16 MiB: this is half of a slab of 128 GiB.
+_MAX_READ_JOBS = 4096
+#: Enough to keep an NVMe disk busy while one of them waits for the GIL.
+_READ_THREADS = 4
+#: Ranks register before vLLM builds its scheduler; this only bounds a rank that died meanwhile.
+_RANKS_TIMEOUT_S = 60.0
+#: Fewer slots than this per size class could never hold a chunk that is read and one that is written.
+_MIN_SLOTS = 2
+
+_SOURCE_NAMES = {source: tier for tier, source in compat.HIT_SOURCES.items()}
+
+
+class LMKVConnector(OffloadingConnector):
+    """Settings: docs/configuration.md. Refuses what it cannot serve, by name, before serving."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        config = _configure(vllm_config)
+        check_engine(vllm_config, config)
+        check_groups(kv_cache_config, config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        local_engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
+        capacity = resolve_host_capacity(config.host, local_engines)
+        capacity -= capacity % SLOT_ALIGNMENT
+        if self.connector_worker is not None:
+            spec = self.connector_worker.spec
+            assert isinstance(spec, LMKVOffloadingSpec)
+            spec.attach(vllm_config, capacity)
+        if self.connector_scheduler is not None:
+            manager = self.connector_scheduler.manager
+            assert isinstance(manager, LMKVManager)
+            slab, store = _open_store(vllm_config, kv_cache_config, config, capacity)
+            manager.attach(store, slab, len(kv_cache_config.kv_cache_groups))
+
+    def on_new_request(self, request: Request) -> None:
+        """Keep out of the cache what the block hash does not identify by content: LoRA adapters
+        (hashed by name and path), images (hashed by an id the client may choose), embeddings."""
+        if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
+            self._manager.exclude(request.request_id)
+        super().on_new_request(request)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Counts the claimed tokens by the tier they came from."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            sources = self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+            for source, tokens in sources.items():
+                self._manager.metrics.add("lmkv_hit_tokens", tokens, _SOURCE_NAMES.get(source, "window"))
+
+    @property
+    def _manager(self) -> LMKVManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, LMKVManager)
+        return manager
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """vLLM's offloading metrics and lmkv's, in the process that serves /metrics."""
+        _configure(vllm_config)
+        return super().build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _configure(vllm_config: VllmConfig) -> Config:
+    """lmkv's settings; also tells vLLM's offloading connector, in its own terms, what they imply."""
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    extra = transfer.kv_connector_extra_config
+    config = load(extra.get("lmkv"))
+    if extra.get("spec_name") != LMKVOffloadingSpec.__name__:
+        check_extra_config(extra)
+        extra["spec_name"] = LMKVOffloadingSpec.__name__
+        extra["spec_module_path"] = LMKVOffloadingSpec.__module__
+        extra["blocks_per_chunk"] = config.vllm.blocks_per_chunk
+        extra["offload_prompt_only"] = config.vllm.prompt_only
+    return config
+
+
+def _open_store(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, capacity_bytes: int
+) -> tuple[Slab, Store]:
+    warning = compat.check_version()
+    if warning is not None:
+        logger.warning("lmkv: %s", warning)
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    slab = create_or_join(offloading.engine_id, capacity_bytes)
+    ranks = [slab.rank(rank) for rank in range(offloading.parallel.world_size)]
+    _await_ranks(ranks)
+    slab.unlink()
+    pieces = [rank.group_bytes for rank in ranks]
+    if {len(piece) for piece in pieces} != {len(offloading.groups)}:
+        raise SlabError(f"the ranks disagree about the KV groups: {[len(piece) for piece in pieces]}")
+    sizes = [sum(rank_pieces) for rank_pieces in zip(*pieces, strict=True)]
+    chunk_bytes = {group.group_id: size for group, size in zip(offloading.groups, sizes, strict=True)}
+    classes = {slot_bytes(size) for size in sizes}
+    if slab.capacity_bytes < _MIN_SLOTS * sum(classes):
+        raise ConfigError(
+            "[host] capacity",
+            f"{slab.capacity_bytes} bytes hold fewer than {_MIN_SLOTS} chunks of this model "
+            f"({', '.join(f'{size} bytes' for size in sorted(classes))}).",
+            f"set it to {_MIN_SLOTS * sum(classes)} bytes or more.",
+        )
+    namespace = namespace_of(vllm_config, offloading, config, [rank.fingerprint for rank in ranks])
+    bytes_per_token = sum(
+        size / (group.tokens_per_block * offloading.cache.blocks_per_chunk)
+        for size, group in zip(sizes, offloading.groups, strict=True)
+    )
+    _announce("host", slab.capacity_bytes, bytes_per_token, "memory of this engine")
+    below = [_open_file(config, max(sizes), bytes_per_token)] if config.file.path is not None else []
+    logger.info("lmkv: namespace %s", namespace.digest.hex()[:16])
+    for name, value in namespace.fields.items():
+        logger.debug("lmkv: namespace field %s = %s", name, value)
+    store = Store(slab=slab, ranks=ranks, chunk_bytes=chunk_bytes, namespace=namespace, below=below)
+    return slab, store
+
+
+def _await_ranks(ranks: list[RankArea]) -> None:
+    deadline = time.monotonic() + _RANKS_TIMEOUT_S
+    while not all(rank.registered for rank in ranks):
+        if time.monotonic() > deadline:
+            missing = [str(i) for i, rank in enumerate(ranks) if not rank.registered]
+            raise SlabError(
+                f"rank(s) {', '.join(missing)} did not join the host slab within {_RANKS_TIMEOUT_S:.0f} s; "
+                "all ranks of an engine must run on this node, as the same user."
+            )
+        time.sleep(0.01)
+
+
+def _open_file(config: Config, largest_chunk: int, bytes_per_token: float) -> Below:
+    tier = open_tier("file", {"path": config.file.path, "capacity": resolve_file_capacity(config.file)})
+    if largest_chunk > tier.info.max_chunk_bytes:
+        tier.close()
+        raise ConfigError(
+            "[file] capacity",
+            f"a chunk of this model has {largest_chunk} bytes and a segment of the directory holds "
+            f"{tier.info.max_chunk_bytes}.",
+            "set a larger capacity and use a new directory, or lower [vllm] blocks_per_chunk.",
+        )
+    _announce("file", tier.info.capacity_bytes, bytes_per_token, str(config.file.path))
+    return Below(
+        tier=tier,
+        reads=ThreadedExecutor("file-read", _READ_THREADS, _MAX_READ_JOBS),
+        writes=ThreadedExecutor("file-write", 1, 1),
+    )
+
+
+def _announce(tier: str, capacity_bytes: int, bytes_per_token: float, where: str) -> None:
+    logger.info(
+        "lmkv: %s tier: %.2f GiB (%d bytes) = %s tokens of this model, in %s",
+        tier,
+        capacity_bytes / 2**30,
+        capacity_bytes,
+        f"{int(capacity_bytes / bytes_per_token):,}",
+        where,
+    )

@@ -1,0 +1,210 @@
+"""The scheduler's side under vLLM: translates between vLLM's calls and the store.
+
+This is the boundary to the engine: `guarded` is the one place where lmkv catches everything.
+"""
+
+from collections.abc import Callable, Collection
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmkv.connectors.vllm import compat
+from lmkv.connectors.vllm.worker import SlotsSpec
+from lmkv.index import Entry
+from lmkv.metrics import METRICS, Metrics, RateLimitedLog
+from lmkv.slab import Slab
+from lmkv.store import Lookup, Request, Store
+
+_HIT = LookupResult.HIT
+_RESULTS = {
+    Lookup.MISS: LookupResult.MISS,
+    Lookup.HIT: LookupResult.HIT,
+    # The chunk is on its way. RETRY would reset the run of hits in a sliding window.
+    Lookup.PENDING: LookupResult.HIT_PENDING,
+}
+
+
+
+def _find_nothing(_: object) -> None:
+    return None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
+    """Turn whatever a call raises into a counted miss: `default()` goes back to the engine."""
+
+    def decorate(call: F) -> F:
+        @wraps(call)
+        def guard(self: "LMKVManager", *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001  # the boundary: no fault of lmkv's may fail a request
+                self.metrics.add("lmkv_errors", 1, call.__name__)
+                self.log.warning(call.__name__, "error in %s", call.__name__, exc_info=True)
+                return default()
+
+        return cast(F, guard)
+
+    return decorate
+
+
+class LMKVManager(OffloadingManager):
+    """Attached to its store by `LMKVConnector` before the engine serves."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.log = RateLimitedLog()
+        self._requests: dict[str, Request] = {}
+        self._uncacheable: set[str] = set()
+        self._context: ReqContext | None = None  # whose lookup window is open
+        # The window's two calls for a chunk that is ready, see `Store.open_window`.
+        self._find: Callable[[bytes], Entry | None] = _find_nothing
+        self._found: Callable[[Entry], None] = _find_nothing
+
+    def attach(self, store: Store, slab: Slab, group_count: int) -> None:
+        """Start serving from `store`."""
+        self._store = store
+        self._slab = slab
+        self.metrics = store.metrics
+        self._by_position = group_count > 1
+
+    # --- requests
+
+    def exclude(self, req_id: str) -> None:
+        """Keep the request that will be announced as `req_id` out of the cache."""
+        self._uncacheable.add(req_id)
+
+    @guarded(RequestOffloadingContext)
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """See `OffloadingManager`."""
+        cacheable = req_context.req_id not in self._uncacheable
+        self._uncacheable.discard(req_context.req_id)
+        self._requests[req_context.req_id] = self._store.new_request(cacheable)
+        return RequestOffloadingContext()
+
+    @guarded(lambda: None)
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """See `OffloadingManager`. Transfers of the request may still be under way."""
+        request = self._request(req_context)
+        if self._context is req_context:
+            self._close_window()
+        self._store.finish_request(request)
+        req_context.set_state(request)  # for the completions that follow
+        self._requests.pop(req_context.req_id, None)
+
+    def _request(self, req_context: ReqContext) -> Request:
+        request = self._requests.get(req_context.req_id) or req_context.get_state(Request)
+        return request if request is not None else self._store.new_request(cacheable=False)
+
+    # --- lookups
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """See `OffloadingManager`. Called for every chunk of every waiting request."""
+        if req_context is self._context:
+            entry = self._find(key)
+            if entry is not None:
+                self._found(entry)
+                return _HIT
+        return self._lookup_slowly(key, req_context)
+
+    @guarded(lambda: LookupResult.MISS)
+    def _lookup_slowly(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if req_context is not self._context:
+            self._find, self._found = self._store.open_window(self._request(req_context))
+            self._context = req_context
+        return _RESULTS[self._store.lookup(key)]
+
+    def _close_window(self) -> None:
+        self._store.close_window()
+        self._context = None
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        """See `OffloadingManager`."""
+        return compat.HIT_SOURCES.get(
+            self._store.source(self._request(req_context), key), CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
+
+    # --- loads and stores
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """See `OffloadingManager`. Not guarded: without slots the engine's blocks stay unfilled."""
+        self._context = None
+        return SlotsSpec(self._store.prepare_load(keys, self._request(req_context)))
+
+    @guarded(lambda: None)
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """See `OffloadingManager`."""
+        self._store.complete_load(keys, self._request(req_context))
+
+    @guarded(lambda: PrepareStoreOutput([], SlotsSpec(None), []))
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """See `OffloadingManager`. Accepts what fits and never None, which vLLM would retry every step."""
+        positions = req_context._offload_key_positions
+        accepted, transfer = self._store.prepare_store(
+            list(keys),
+            self._request(req_context),
+            (lambda key: positions.get(OffloadKey(key), 0)) if self._by_position else None,
+        )
+        return PrepareStoreOutput([OffloadKey(key) for key in accepted], SlotsSpec(transfer), [])
+
+    @guarded(lambda: None)
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """See `OffloadingManager`."""
+        self._store.complete_store(keys, self._request(req_context), success)
+
+    # --- the step
+
+    @guarded(lambda: None)
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """See `OffloadingManager`."""
+        self._context = None
+        self._store.end_step()
+
+    @guarded(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Keeps the engine stepping, gently, while writes below are under way."""
+        return self._store.pending_work
+
+    @guarded(lambda: None)
+    def reset_cache(self) -> None:
+        """See `OffloadingManager` and `Store.reset`."""
+        self._context = None
+        self._store.reset()
+
+    @guarded(lambda: None)
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What changed since the last call."""
+        changes = self.metrics.take()
+        if not changes:
+            return None
+        stats = OffloadingConnectorStats()
+        for (name, labels), value in changes:
+            if METRICS[name].gauge:
+                stats.set_gauge(name, value, labels)
+            else:
+                stats.increase_counter(name, value, labels)
+        return stats
+
+    @guarded(lambda: None)
+    def shutdown(self) -> None:
+        """Write out what is queued and give the memory back."""
+        self._store.close()
+        self._slab.close()

@@ -1,0 +1,414 @@
+"""Settings: one TOML file, `LMKV_*` environment variables, or the engine's own flag.
+
+Later sources win, setting by setting: the defaults, the TOML file named by `LMKV_CONFIG`, the
+environment (`LMKV_SECTION_NAME`), the table `"lmkv"` in the engine's extra config. A bad value
+raises `ConfigError`, which names the setting, the source it came from and the fix.
+
+`python -m lmkv.config` prints docs/configuration.md, made from the structs below.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+#: `LMKV_*` variables that are no settings: the TOML file, and where the demo keeps its downloads.
+NOT_SETTINGS = frozenset({"LMKV_CONFIG", "LMKV_CACHE"})
+#: Far below one chunk of any real model, so a smaller capacity is a forgotten unit ("20" for "20GiB").
+MIN_CAPACITY_BYTES = 64 * 2**10
+#: The file tier's default stops here: an unasked-for cache should not take a whole data disk.
+MAX_DEFAULT_FILE_BYTES = 100 * 2**30
+#: The host tier's default stops here: memory others may need, prefaulted and never given back.
+MAX_DEFAULT_HOST_BYTES = 64 * 2**30
+
+
+class ConfigError(ValueError):
+    """A setting is unusable. The message names the setting and the fix."""
+
+    def __init__(self, setting: str, problem: str, fix: str) -> None:
+        super().__init__(f"{setting}: {problem} Fix: {fix}")
+        self.setting = setting
+
+
+class Size(int):
+    """A number of bytes; in a source an integer, or a string such as "20GiB" (`parse_size`)."""
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table of the configuration. `Meta.extra["default"]` words a default that is computed."""
+
+
+class HostConfig(_Table, frozen=True):
+    """Host memory: the slab that holds chunks next to the engine."""
+
+    capacity: Annotated[
+        Size | None,
+        Meta(
+            description="Memory for chunks on this node, per engine: its TP and PP ranks share it, its "
+            "data-parallel ranks on this node get equal parts of it. Taken at start and kept.",
+            extra={"default": "25 % of the available memory or of the cgroup limit's rest, at most 64 GiB"},
+        ),
+    ] = None
+
+
+class FileConfig(_Table, frozen=True):
+    """Files on a local disk: chunks that outlive the process."""
+
+    path: Annotated[
+        str | None,
+        Meta(
+            description="Directory of the file tier, absolute or starting with `~`. A relative path is "
+            "refused: a server started from elsewhere would silently begin with an empty cache.",
+            extra={"default": "none: the file tier is off"},
+        ),
+    ] = None
+    capacity: Annotated[
+        Size | None,
+        Meta(
+            description="Upper bound on the disk space that the directory takes, bookkeeping included.",
+            extra={
+                "default": "50 % of the disk space that is free or already the directory's, at most 100 GiB"
+            },
+        ),
+    ] = None
+
+
+class IdentityConfig(_Table, frozen=True):
+    """What must match, besides the model, for chunks to be shared."""
+
+    tenant: Annotated[
+        str,
+        Meta(
+            description="Instances with different tenants never share a chunk. 1 to 128 characters.",
+            min_length=1,
+            max_length=128,  # it is printed in one line of `lmkv explain`
+        ),
+    ] = "default"
+
+
+class VllmConfig(_Table, frozen=True):
+    """vLLM only."""
+
+    blocks_per_chunk: Annotated[
+        int,
+        Meta(
+            description="Consecutive vLLM blocks stored as one chunk. Above 1 only for models with a single "
+            "full-attention group.",
+            ge=1,
+        ),
+    ] = 1
+    prompt_only: Annotated[
+        bool,
+        Meta(
+            description="Store the blocks of prompts only. By default generated tokens are stored too, "
+            "because the next turn of a chat sends them back."
+        ),
+    ] = False
+
+
+class Config(_Table, frozen=True):
+    """All settings of one engine."""
+
+    host: HostConfig = HostConfig()
+    file: FileConfig = FileConfig()
+    identity: IdentityConfig = IdentityConfig()
+    vllm: VllmConfig = VllmConfig()
+
+
+_TABLES: dict[str, type[_Table]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
+_ENVIRONMENT = {
+    f"LMKV_{table}_{field.name}".upper(): (table, field.name)
+    for table, struct in _TABLES.items()
+    for field in msgspec.structs.fields(struct)
+}
+
+#: What a setting of each type wants, in words.
+_EXPECTED: dict[Any, str] = {
+    Size | None: 'a size such as "20GiB"',
+    bool: "true or false",
+    int: "an integer of 1 or more",
+    str: "a string",
+    str | None: "a string",
+}
+
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for suffix, base in (("ib", 1024), ("i", 1024), ("b", 1000))
+}
+
+
+def parse_size(value: object) -> Size:
+    """Bytes of a size: an integer, or a number with a unit, case ignored.
+
+    KiB, MiB, GiB, TiB (also Ki, Mi, Gi, Ti) are powers of 1,024 and KB, MB, GB, TB of 1,000. A bare
+    K, M, G or T is refused: Kubernetes and Redis read it as 1,000, Docker and systemd as 1,024.
+    Raises ValueError.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = Size(value)
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value.strip())):
+        number, unit = match[1], match[2].lower()
+        if unit in ("k", "m", "g", "t"):
+            both = f"{number}{unit.upper()}iB (powers of 1,024) or {number}{unit.upper()}B (of 1,000)"
+            raise ValueError(f"{value!r} has an ambiguous unit; write {both}")
+        if unit not in _UNITS:
+            raise ValueError(f"{value!r} has an unknown unit; use KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+        size = Size(float(number) * _UNITS[unit] if "." in number else int(number) * _UNITS[unit])
+    else:
+        raise ValueError(f"{value!r} is not a size")
+    if size < MIN_CAPACITY_BYTES:
+        raise ValueError(f"{value!r} is {size} bytes, less than the smallest capacity, 64 KiB")
+    return size
+
+
+def _decode(kind: type, value: object) -> object:
+    """msgspec hook for the one type that it does not know."""
+    if kind is Size:
+        return parse_size(value)
+    raise NotImplementedError(f"no setting has the type {kind}")
+
+
+class Memory(NamedTuple):
+    """Bytes of memory that this process may use: in all, and not in use now."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def read_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Memory:
+    """Memory of the machine, or of the tightest cgroup (v1 or v2) around this process.
+
+    What a cgroup leaves is its limit less its usage, where reclaimable file cache (inactive_file)
+    does not count as usage, as in Kubernetes' working set.
+    """
+    lines = (proc / "meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    total, available = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    for limit, left in _cgroup_limits(proc, cgroup):
+        total, available = min(total, limit), min(available, max(left, 0))
+    return Memory(total, available)
+
+
+def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
+    """(limit, limit - usage) in bytes of every limited memory cgroup from this process's up to the root."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without cgroups
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = cgroup, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = cgroup / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = Path(path.lstrip("/"))
+        # Inside a container the path may name directories that only the host sees: those are skipped.
+        for folder in (root / here, *(root / parent for parent in here.parents)):
+            try:
+                limit = int((folder / names[0]).read_text())
+                usage = int((folder / names[1]).read_text())
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such cgroup, or no limit: "max"
+                continue
+            yield limit, limit - usage + int(stat.get(names[2], 0))
+
+
+def resolve_host_capacity(host: HostConfig, local_data_parallel_size: int = 1) -> int:
+    """Bytes of one engine core's slab: `[host] capacity` or its default, over the node's engine cores."""
+    capacity = host.capacity
+    if capacity is None:
+        capacity = Size(min(read_memory().available_bytes // 4, MAX_DEFAULT_HOST_BYTES))
+    return capacity // local_data_parallel_size
+
+
+def resolve_file_capacity(file: FileConfig) -> int:
+    """Bytes of the file tier: `[file] capacity`, or its default for the directory `[file] path`.
+
+    What the directory holds counts as free, so that the default stays the same over restarts.
+    """
+    if file.capacity is not None:
+        return file.capacity
+    if file.path is None:
+        return 0
+    directory = Path(file.path)
+    existing = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    held = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process may recycle its files
+                held += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return min((shutil.disk_usage(existing).free + held) // 2, MAX_DEFAULT_FILE_BYTES)
+
+
+def _closest(name: str, known: list[str]) -> str:
+    """Advice for an unknown name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}."
+
+
+def _setting(table: str, name: str, value: object, source: str, *, text: bool = False) -> object:
+    """The validated value of `[table] name`. `text`: the source has only strings, so "4" is a number."""
+    label = f"[{table}] {name}"
+    fields = {field.name: field for field in msgspec.structs.fields(_TABLES[table])}
+    if name not in fields:
+        other = next((other for other in _TABLES if name in _TABLES[other].__struct_fields__), None)
+        fix = f"did you mean [{other}] {name}?" if other else _closest(name, list(fields))
+        raise ConfigError(label, f"unknown setting (from {source}).", fix)
+    kind = fields[name].type
+    try:
+        converted: object = msgspec.convert(value, kind, strict=not text, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        fix = f"set it to {_EXPECTED[kind.__origin__]}, or leave it out."
+        raise ConfigError(label, f"{error} (from {source}).", fix) from error
+    if isinstance(converted, Size):
+        total = read_memory().total_bytes
+        if table == "host" and converted > total:
+            problem = f"{value!r} is more than this machine's or cgroup's {total} bytes (from {source})."
+            raise ConfigError(label, problem, "set a smaller capacity; it should leave room for the engine.")
+    if (table, name) == ("file", "path") and isinstance(converted, str):
+        path = os.path.expanduser(converted)
+        if "\0" in path or not os.path.isabs(path):
+            fix = f"write an absolute path, such as {os.path.abspath(path.replace(chr(0), ''))}."
+            raise ConfigError(label, f"{converted!r} is not an absolute path (from {source}).", fix)
+        return os.path.normpath(path)
+    return converted
+
+
+def _tables(data: object, source: str) -> Iterator[tuple[str, str, object]]:
+    """(table, name, validated value) of each setting in a mapping of tables."""
+    if not isinstance(data, Mapping):
+        fix = 'write {"host": {"capacity": "20GiB"}}.'
+        raise ConfigError("lmkv", f"{data!r} is not a mapping of tables (from {source}).", fix)
+    for table, settings in data.items():
+        if table not in _TABLES:
+            fix = _closest(str(table), list(_TABLES))
+            raise ConfigError(f"[{table}]", f"unknown table (from {source}).", fix)
+        if not isinstance(settings, Mapping):
+            problem = f"{settings!r} is not a table (from {source})."
+            raise ConfigError(f"[{table}]", problem, f"write the settings of [{table}] below that heading.")
+        for name, value in settings.items():
+            yield table, name, _setting(table, str(name), value, source)
+
+
+def _environment(environ: Mapping[str, str]) -> Iterator[tuple[str, str, object]]:
+    for variable, value in environ.items():
+        if not variable.startswith("LMKV_") or variable in NOT_SETTINGS:
+            continue
+        source = f"environment variable {variable}"
+        if variable not in _ENVIRONMENT:
+            fix = _closest(variable, list(_ENVIRONMENT))
+            raise ConfigError(variable, "unknown environment variable.", fix)
+        table, name = _ENVIRONMENT[variable]
+        # Compose files and unit files pass a variable that nobody set as an empty one.
+        if value != "":
+            yield table, name, _setting(table, name, value, source, text=True)
+
+
+def _file(path: str) -> object:
+    try:
+        with open(path, "rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        fix = "name a readable TOML file, or unset the variable."
+        raise ConfigError("LMKV_CONFIG", f"{path!r} cannot be read: {error.strerror}.", fix) from error
+    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError
+        fix = 'correct the file; a table looks like [host] and a setting like capacity = "20GiB".'
+        raise ConfigError("LMKV_CONFIG", f"{path!r} is not valid TOML: {error}.", fix) from error
+
+
+def load(extra: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+    """The settings of this engine. `extra` is the table `"lmkv"` of the engine's extra config.
+
+    Raises ConfigError.
+    """
+    values: dict[str, dict[str, object]] = {table: {} for table in _TABLES}
+    sources: list[Iterator[tuple[str, str, object]]] = []
+    if path := environ.get("LMKV_CONFIG"):
+        sources.append(_tables(_file(path), f"file {path}"))
+    sources.append(_environment(environ))
+    if extra is not None:
+        sources.append(_tables(extra, 'the table "lmkv" of the engine\'s extra config'))
+    for source in sources:
+        for table, name, value in source:
+            values[table][name] = value
+    return msgspec.convert(values, Config, dec_hook=_decode)
+
+
+def load_table(table: str, settings: Mapping[str, Any]) -> Any:
+    """One table given by a caller of `open_tier`, as its struct. Raises ConfigError."""
+    source = f"the settings of open_tier({table!r})"
+    values = {name: value for _, name, value in _tables({table: settings}, source)}
+    return _TABLES[table](**values)
+
+
+def reference() -> str:
+    """docs/configuration.md: every setting with its environment variable, type, default and meaning."""
+    lines = [_INTRODUCTION]
+    for table, struct in _TABLES.items():
+        lines += [f"## [{table}]", "", f"{struct.__doc__}", ""]
+        lines += ["| setting | environment variable | type | default | meaning |", "|---|---|---|---|---|"]
+        for field in msgspec.structs.fields(struct):
+            kind = field.type
+            (meta,) = (part for part in kind.__metadata__ if isinstance(part, Meta))
+            default = (meta.extra or {}).get("default", f"`{msgspec.json.encode(field.default).decode()}`")
+            variable = f"LMKV_{table}_{field.name}".upper()
+            cells = [
+                f"`{field.name}`",
+                f"`{variable}`",
+                _EXPECTED[kind.__origin__],
+                default,
+                meta.description,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Made by `python -m lmkv.config > docs/configuration.md`; a test compares the two. -->
+
+lmkv needs no setting. Those there are come from four sources; later ones win, setting by setting:
+
+1. the defaults below;
+2. the TOML file named by the environment variable `LMKV_CONFIG`;
+3. environment variables, `LMKV_SECTION_NAME`; an empty one counts as unset;
+4. the table `"lmkv"` in the engine's extra config, for example
+   `--kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both",
+   "kv_connector_extra_config": {"lmkv": {"host": {"capacity": "20GiB"}}}}'`.
+
+```toml
+[host]
+capacity = "20GiB"
+
+[file]
+path = "/var/cache/lmkv"
+capacity = "200GiB"
+```
+
+Sizes are integers (bytes) or strings: `KiB`, `MiB`, `GiB`, `TiB` (also `Ki`, `Mi`, `Gi`, `Ti`) are powers of
+1,024; `KB`, `MB`, `GB`, `TB` are powers of 1,000; case does not matter. A bare `K`, `M`, `G` or `T` is
+refused, because programs disagree on what it means. The smallest capacity is 64 KiB, which catches a
+forgotten unit.
+
+All settings are checked before the engine serves. An unknown table, setting or `LMKV_*` variable is an error,
+as is a value of the wrong type or out of range; the message names the setting, its source and the fix.
+"""
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

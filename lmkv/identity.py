@@ -1,0 +1,63 @@
+"""What makes KV bytes interchangeable: the content of the weights, not their name."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+#: Of each weight file this many pieces of this size, evenly spread, are hashed besides the header:
+#: fine-tunes and merges change weights everywhere, so a sample finds them; a full hash would cost
+#: minutes per 100 GB at every start.
+_SAMPLES = 32
+_SAMPLE_BYTES = 64 << 10
+#: A safetensors header is JSON of a few MB at the most; more is not one.
+_MAX_HEADER_BYTES = 64 << 20
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+def weights_digest(model: Path) -> str | None:
+    """SHA-256 (hex) over config.json and every weight file below `model`; None if there is none.
+
+    Of each weight file: name, size, the safetensors header where it is one, and evenly spread
+    samples of its content. `model` is a directory or a single weight file.
+    """
+    if model.is_file():
+        files = [model] if model.suffix in _WEIGHT_SUFFIXES else []
+        root = model.parent
+    else:
+        root = model
+        files = sorted(path for path in model.rglob("*") if path.suffix in _WEIGHT_SUFFIXES)
+    if not files:
+        return None
+    hasher = hashlib.sha256()
+    config = root / "config.json"
+    if config.is_file():
+        _update(hasher, b"config.json", config.read_bytes())
+    for path in files:
+        _update(hasher, path.relative_to(root).as_posix().encode(), _file_digest(path))
+    return hasher.hexdigest()
+
+
+def _update(hasher: "hashlib._Hash", name: bytes, content: bytes) -> None:
+    for part in (name, content):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+
+
+def _file_digest(path: Path) -> bytes:
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        hasher.update(size.to_bytes(8, "little"))
+        if path.suffix == ".safetensors":
+            file.seek(0)
+            # Format: 8 bytes little-endian length, then that much JSON with names, dtypes and shapes.
+            length = int.from_bytes(file.read(8), "little")
+            hasher.update(file.read(min(length, _MAX_HEADER_BYTES)))
+        last = max(0, size - _SAMPLE_BYTES)
+        for i in range(_SAMPLES):
+            file.seek(last * i // (_SAMPLES - 1))
+            hasher.update(file.read(_SAMPLE_BYTES))
+    return hasher.digest()

@@ -1,0 +1,718 @@
+"""The scheduler's side of lmkv: answers lookups, hands out slots, promotes and writes through.
+
+One `Store` serves one engine, on the engine's scheduler thread; nothing here blocks. It owns the
+host index and drives the tiers below through their executors. Chunks are named by *local keys*
+(block hash and group); the namespace is added where a tier needs it.
+
+The rules it keeps (ARCHITECTURE.md says why):
+
+- `HIT` is only said of chunks that lie, verified, in host memory.
+- A request's hits and promoted chunks are leased to it until it claims them, ends, or its
+  deadline passes; one request promotes at most half the slab.
+- Lower-tier writes lease at most half the slab; beyond that write-through is skipped and counted.
+- A chunk whose promotion failed is a miss for that request at once.
+"""
+
+import enum
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from lmkv.executor import Executor, Job
+from lmkv.index import NO_OWNER, Entry, HostIndex
+from lmkv.keys import GROUP_BYTES, Namespace, make_key
+from lmkv.metrics import Metrics, RateLimitedLog
+from lmkv.slab import RankArea
+from lmkv.slots import SlotAllocator, slot_bytes
+from lmkv.tier import Status, Tier
+
+logger = logging.getLogger(__name__)
+
+#: A request waits at most this long plus its bytes at the slowest useful speed.
+DEFER_S = 0.25
+DEFER_BYTES_PER_S = 0.5e9
+#: Bytes of one read job: several run at once and keep a disk busy, each large enough that the
+#: GIL is passed around rarely (see docs/performance.md).
+READ_BATCH_BYTES = 16 << 20
+#: Bytes of one write job. One job runs at a time, so that a prefix lands in one piece.
+WRITE_BATCH_BYTES = 64 << 20
+#: A batch that takes longer than this plus its bytes at DEFER_BYTES_PER_S trips the breaker.
+TIER_DEADLINE_S = 5.0
+#: How long a clean shutdown waits for queued writes.
+FLUSH_S = 5.0
+
+_NOTHING: dict[bytes, Entry] = {}
+
+
+class Lookup(enum.IntEnum):
+    """Answer to one lookup."""
+
+    MISS = 0
+    #: In host memory, verified.
+    HIT = 1
+    #: On its way into host memory; ask again.
+    PENDING = 2
+
+
+class SlabView(Protocol):
+    """What the store needs of the slab."""
+
+    capacity_bytes: int
+    data: memoryview
+
+    @property
+    def ready_bytes(self) -> int:
+        """Leading bytes of `data` that may be used."""
+
+    @property
+    def fully_faulted(self) -> bool:
+        """Whether `ready_bytes` is final."""
+
+
+@dataclass(eq=False)
+class Below:
+    """A tier below the host tier with the executors that drive it."""
+
+    tier: Tier
+    reads: Executor
+    writes: Executor
+    queue: deque[tuple[Entry, "Request"]] = field(default_factory=deque)
+    #: Chunks queued or being written, and the bytes of their slots.
+    writing_chunks: int = 0
+    writing_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """The tier's name, a metric label."""
+        return self.tier.info.name
+
+
+class Request:
+    """What the store remembers of one request."""
+
+    __slots__ = (
+        "busy",
+        "cacheable",
+        "deadline",
+        "done",
+        "failed",
+        "hit_leases",
+        "loading",
+        "number",
+        "offered",
+        "promoted",
+        "promoted_bytes",
+        "promoted_leases",
+        "store_stopped",
+        "used",
+    )
+
+    def __init__(self, number: int, cacheable: bool) -> None:
+        self.number = number
+        #: False: neither looked up nor stored.
+        self.cacheable = cacheable
+        #: When it stops waiting for promotions; None while it waits for nothing.
+        self.deadline: float | None = None
+        self.done = False
+        #: Entries leased to it until it claims them: found in host memory, or promoted for it.
+        self.hit_leases: dict[bytes, Entry] = {}
+        self.promoted_leases: dict[bytes, Entry] = {}
+        #: Its last lookup found everything ready; leases it does not claim in that step end.
+        self.offered = False
+        #: Entries being copied into the engine for it.
+        self.loading: dict[bytes, Entry] = {}
+        #: Keys promoted for it, by the tier they came from.
+        self.promoted: dict[bytes, str] = {}
+        #: Slot bytes of its promotions, in flight or leased.
+        self.promoted_bytes = 0
+        #: Keys whose promotion failed while it waited.
+        self.failed: set[bytes] = set()
+        #: A chunk of it did not fit; the ones after it are of no use.
+        self.store_stopped = False
+        #: Entries it loaded or stored, in that order, and stores and writes still under way.
+        self.used: list[Entry] = []
+        self.busy = 0
+
+
+@dataclass(eq=False)
+class Promotion:
+    """One chunk on its way from a lower tier into a reserved slot."""
+
+    entry: Entry
+    below: Below
+    waiters: list[Request]
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Slots of one copy between the engine's blocks and the slab, for the ranks."""
+
+    #: Consecutive over all transfers of this store, starting at 1.
+    ticket: int
+    #: Byte offset in the slab of each chunk's slot, in the order of the keys.
+    offsets: list[int]
+
+
+class Store:
+    """See the module's text. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        *,
+        slab: SlabView,
+        ranks: Sequence[RankArea],
+        chunk_bytes: Mapping[int, int],
+        namespace: Namespace,
+        below: Sequence[Below] = (),
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`chunk_bytes`: KV group -> bytes of one of its chunks, all ranks' pieces together."""
+        self.metrics = metrics if metrics is not None else Metrics()
+        self.namespace = namespace
+        self._slab = slab
+        self._ranks = ranks
+        self._below = list(below)
+        self._clock = clock
+        self._log = RateLimitedLog()
+        self._chunk_bytes = {
+            group.to_bytes(GROUP_BYTES, "big"): size for group, size in chunk_bytes.items()
+        }
+        self._slots = SlotAllocator(slab.capacity_bytes, map(slot_bytes, chunk_bytes.values()))
+        self.index = HostIndex(self._slots)
+        self._half_bytes = slab.capacity_bytes // 2
+        self._slab_growing = True
+        self._requests = 0
+        self._ticket = 0
+        self._promotions: dict[bytes, Promotion] = {}
+        self._unread: list[Promotion] = []
+        # Chunks being filled by the ranks: entry, ticket, and place in the order of the prompts.
+        self._stores: dict[bytes, tuple[Entry, int, int]] = {}
+        self._stores_begun = 0
+        self._loading: set[Request] = set()
+        self._failed_seen = [rank.failed_count for rank in ranks]
+        self._failed_tickets: set[int] = set()
+        self._all_failed_below = 0
+        self._parked: list[tuple[int, list[Entry]]] = []
+        self._waiting: set[Request] = set()  # requests that hold leases or wait
+        # The lookup window: the lookups of one request between two steps.
+        self._window: Request | None = None
+        self._window_hits: list[Entry] = []
+        self._window_leased = 0
+        self._window_pending = False
+        self._window_now = 0.0
+        self._view = _NOTHING
+        self._grow()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def new_request(self, cacheable: bool = True) -> Request:
+        """Start a request. `cacheable=False` keeps it out of the cache altogether."""
+        self._requests += 1
+        return Request(self._requests, cacheable)
+
+    def finish_request(self, request: Request) -> None:
+        """End a request: its leases go, and its chunks become the most recently used, the head
+        of the prefix last of all, so that a prefix is evicted from its tail."""
+        if self._window is request:
+            self.close_window()
+        request.done = True
+        self._release(request)
+        if request.busy == 0:
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        ready = self.index.ready
+        for entry in reversed(request.used):
+            if ready.get(entry.key) is entry:
+                self.index.touch(entry, NO_OWNER)
+        request.used.clear()
+
+    def _less_busy(self, request: Request, count: int) -> None:
+        request.busy -= count
+        if request.busy == 0 and request.done:
+            self._settle(request)
+
+    # --- lookups --------------------------------------------------------------------------------
+
+    def open_window(
+        self, request: Request
+    ) -> tuple[Callable[[bytes], Entry | None], Callable[[Entry], None]]:
+        """The lookups that follow are `request`'s, until another window or the step's end.
+
+        Returns the two calls that `lookup` makes for a chunk that is ready (find it, note it), for
+        callers that cannot afford a third. They are good until the window closes.
+        """
+        if self._window is not None:
+            self.close_window()
+        self.poll()
+        self._window = request
+        self._window_now = self._clock()
+        self._view = self.index.ready if request.cacheable else _NOTHING
+        return self._view.get, self._window_hits.append
+
+    def lookup(self, key: bytes) -> Lookup:
+        """Whether the window's request can have `key`. Starts a promotion where that helps."""
+        entry = self._view.get(key)
+        if entry is not None:
+            self._window_hits.append(entry)
+            return Lookup.HIT
+        return self._lookup_below(key)
+
+    def close_window(self) -> None:
+        """End the window: if anything is pending, the request keeps what it already found."""
+        request = self._window
+        if request is None:
+            return
+        if self._window_pending:
+            self._lease_hits(request)
+        request.offered = not self._window_pending
+        if self._window_pending or request.hit_leases or request.promoted_leases:
+            self._waiting.add(request)
+        self._window = None
+        self._window_hits = []
+        self._window_leased = 0
+        self._window_pending = False
+        self._view = _NOTHING
+        if self._unread:
+            self._submit_reads()
+
+    def source(self, request: Request, key: bytes) -> str:
+        """Tier that `key` came from for this request: "host", or the tier it was promoted from."""
+        return request.promoted.get(key, "host")
+
+    def _lookup_below(self, key: bytes) -> Lookup:
+        request = self._window
+        if request is None or not request.cacheable or key in request.failed:
+            return Lookup.MISS
+        promotion = self._promotions.get(key)
+        if promotion is not None:
+            if self._overdue(request):
+                return Lookup.MISS
+            added = 0
+            if request not in promotion.waiters:
+                promotion.waiters.append(request)
+                added = promotion.entry.chunk_bytes
+                request.promoted_bytes += slot_bytes(added)
+            return self._defer(request, added)
+        if key in self._stores:
+            return Lookup.MISS if self._overdue(request) else self._defer(request, 0)
+        tier_key = self._tier_key(key)
+        for below in self._below:
+            if below.tier.contains((tier_key,))[0] and not below.reads.open:
+                return self._promote(below, key, request)
+        return Lookup.MISS
+
+    def _overdue(self, request: Request) -> bool:
+        if request.deadline is None or self._window_now <= request.deadline:
+            return False
+        self.metrics.add("lmkv_misses", 1, "deadline")
+        return True
+
+    def _defer(self, request: Request, chunk_bytes: int) -> Lookup:
+        if request.deadline is None:
+            request.deadline = self._window_now + DEFER_S
+        request.deadline += chunk_bytes / DEFER_BYTES_PER_S
+        self._window_pending = True
+        return Lookup.PENDING
+
+    def _promote(self, below: Below, key: bytes, request: Request) -> Lookup:
+        if self._overdue(request):
+            return Lookup.MISS
+        self._lease_hits(request)  # a promotion must not evict what this lookup has found
+        chunk_bytes = self._chunk_bytes[key[-GROUP_BYTES:]]
+        size = slot_bytes(chunk_bytes)
+        entry = None
+        if request.promoted_bytes + size <= self._half_bytes:
+            entry = self.index.reserve(key, chunk_bytes, request.number)
+        if entry is None:
+            self.metrics.add("lmkv_misses", 1, "no_room")
+            return Lookup.MISS
+        promotion = Promotion(entry, below, [request])
+        self._promotions[key] = promotion
+        self._unread.append(promotion)
+        request.promoted_bytes += size
+        return self._defer(request, chunk_bytes)
+
+    def _lease_hits(self, request: Request) -> None:
+        for entry in self._window_hits[self._window_leased :]:
+            if entry.key not in request.hit_leases and entry.key not in request.promoted_leases:
+                self.index.lease(entry)
+                request.hit_leases[entry.key] = entry
+        self._window_leased = len(self._window_hits)
+
+    def _release(self, request: Request) -> None:
+        for entry in request.promoted_leases.values():
+            request.promoted_bytes -= slot_bytes(entry.chunk_bytes)
+        for leases in (request.promoted_leases, request.hit_leases):
+            for entry in leases.values():
+                self.index.release(entry)
+            leases.clear()
+        request.deadline = None
+        self._waiting.discard(request)
+
+    # --- loads ----------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[bytes], request: Request) -> Transfer:
+        """Claim chunks that lookups of this step answered with HIT. Leased until `complete_load`.
+
+        Raises KeyError for any other key: there are no bytes to fill the engine's block with.
+        """
+        if self._window is request:
+            self.close_window()
+        entries = [self.index.ready[key] for key in keys]
+        for key, entry in zip(keys, entries, strict=True):
+            self.index.lease(entry)
+            entry.owner = request.number
+            request.loading[key] = entry
+            self.metrics.add("lmkv_loaded_bytes", entry.chunk_bytes, "host")
+        self.metrics.add("lmkv_loaded_chunks", len(entries), "host")
+        request.used.extend(entries)
+        self._loading.add(request)
+        self._release(request)
+        return self._transfer(entries)
+
+    def complete_load(self, keys: Collection[bytes], request: Request) -> None:
+        """All ranks have copied these chunks."""
+        for key in keys:
+            entry = request.loading.pop(key, None)
+            if entry is not None:
+                self.index.release(entry)
+        if not request.loading:
+            self._loading.discard(request)
+
+    # --- stores ---------------------------------------------------------------------------------
+
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        request: Request,
+        position: Callable[[bytes], int] | None = None,
+    ) -> tuple[list[bytes], Transfer | None]:
+        """Reserve slots for the chunks among `keys` that are not there yet.
+
+        `position` gives a key's place in the prompt, for keys that do not come in that order. What
+        does not fit is dropped from the end of the prompt. Returns the accepted keys in the order
+        given, and their transfer (None if there is nothing to copy).
+        """
+        ready, stores, promotions = self.index.ready, self._stores, self._promotions
+        ordered = keys if position is None else sorted(keys, key=position)
+        reserved: dict[bytes, Entry] = {}
+        for key in ordered:
+            entry = ready.get(key)
+            if entry is not None:
+                request.used.append(entry)
+                entry.owner = request.number
+                continue
+            if key in stores or key in promotions or not request.cacheable:
+                continue
+            if not request.store_stopped:
+                entry = self.index.reserve(key, self._chunk_bytes[key[-GROUP_BYTES:]], request.number)
+            if entry is None:
+                # A later chunk without this one could never be loaded: its prefix has a hole.
+                request.store_stopped = True
+                self.metrics.add("lmkv_skipped_stores", 1, "slab_full")
+                continue
+            reserved[key] = entry
+        if not reserved:
+            return [], None
+        accepted = list(reserved) if position is None else [key for key in keys if key in reserved]
+        transfer = self._transfer([reserved[key] for key in accepted])
+        for key, entry in reserved.items():
+            self._stores_begun += 1
+            stores[key] = (entry, transfer.ticket, self._stores_begun)
+        request.busy += len(reserved)
+        return accepted, transfer
+
+    def complete_store(self, keys: Collection[bytes], request: Request, success: bool = True) -> None:
+        """All ranks have filled these slots, or reported that they could not."""
+        self._read_failures()
+        stored = bytes_stored = 0
+        begun = [self._stores.pop(key) for key in keys if key in self._stores]
+        # In the order of the prompt, so that a prefix lies in one piece below.
+        for entry, ticket, _ in sorted(begun, key=lambda store: store[2]):
+            if not success or ticket in self._failed_tickets or ticket <= self._all_failed_below:
+                self.index.abort(entry)
+                self.metrics.add("lmkv_skipped_stores", 1, "copy_failed")
+                continue
+            self.index.commit(entry)
+            request.used.append(entry)
+            for below in self._below:
+                self._write_through(below, entry, request)
+            self.index.release(entry)
+            stored += 1
+            bytes_stored += entry.chunk_bytes
+        if stored:
+            self.metrics.add("lmkv_stored_chunks", stored, "host")
+            self.metrics.add("lmkv_stored_bytes", bytes_stored, "host")
+        self._less_busy(request, len(begun))
+
+    def _read_failures(self) -> None:
+        for i, rank in enumerate(self._ranks):
+            count = rank.failed_count
+            if count == self._failed_seen[i]:
+                continue
+            tickets = rank.failed_since(self._failed_seen[i])
+            self._failed_seen[i] = count
+            if tickets is None:
+                self._all_failed_below = self._ticket
+            else:
+                self._failed_tickets.update(tickets)
+            self._log.warning("copy", "rank %d could not copy KV out of the engine; not stored", i)
+        if self._failed_tickets:
+            over = min(rank.watermark for rank in self._ranks)
+            in_use = {ticket for _, ticket, _ in self._stores.values()}
+            self._failed_tickets = {t for t in self._failed_tickets if t > over or t in in_use}
+
+    def _write_through(self, below: Below, entry: Entry, request: Request) -> None:
+        size = slot_bytes(entry.chunk_bytes)
+        if below.writing_bytes + size > self._half_bytes:
+            self.metrics.add("lmkv_skipped_stores", 1, "write_queue_full")
+        elif below.writes.open:
+            self.metrics.add("lmkv_skipped_stores", 1, "breaker_open")
+        else:
+            self.index.lease(entry)
+            request.busy += 1
+            below.queue.append((entry, request))
+            below.writing_chunks += 1
+            below.writing_bytes += size
+
+    def _transfer(self, entries: list[Entry]) -> Transfer:
+        self._ticket += 1
+        return Transfer(self._ticket, [entry.offset for entry in entries])
+
+    # --- the step -------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Once a scheduler step: submit reads and writes, end leases that were not claimed."""
+        self.close_window()
+        self.poll()
+        if self._waiting:
+            now = self._clock()
+            for request in list(self._waiting):
+                # Offered but not claimed in this step: the engine had no free blocks, and the
+                # request will look its chunks up again.
+                if request.offered or request.deadline is None or now > request.deadline:
+                    self._end_wait(request)
+        for below in self._below:
+            if below.queue and not below.writes.pending:
+                self._submit_write(below)
+        self._update_gauges()
+
+    def poll(self) -> None:
+        """Take in what the executors finished and what the slab gained."""
+        if self._slab_growing:
+            self._grow()
+        for below in self._below:
+            if below.reads.pending:
+                for job in below.reads.poll():
+                    self._finish_read(below, job.tag, self._outcome(below, below.reads, job))
+            if below.writes.pending:
+                for job in below.writes.poll():
+                    self._finish_write(below, job.tag, self._outcome(below, below.writes, job))
+        if self._parked:
+            self._free_parked(min(rank.watermark for rank in self._ranks))
+
+    @property
+    def pending_work(self) -> bool:
+        """Whether `end_step` should go on being called although no request runs."""
+        return bool(self._parked) or any(b.queue or b.writes.pending for b in self._below)
+
+    def _end_wait(self, request: Request) -> None:
+        deadline = request.deadline
+        self._release(request)
+        request.deadline = deadline  # its waiting time is spent
+
+    def _grow(self) -> None:
+        final = self._slab.fully_faulted
+        ready = self._slab.ready_bytes
+        self._slots.usable_extents = min(ready // self._slots.extent_bytes, self._slots.num_extents)
+        self._slab_growing = not final
+        self.metrics.set("lmkv_ready_bytes", ready)
+
+    def _update_gauges(self) -> None:
+        self.metrics.set("lmkv_pending_writes", self.pending_writes)
+        self.metrics.set("lmkv_host_chunks", len(self.index.ready))
+        self.metrics.set("lmkv_leased_bytes", self.index.leased_bytes)
+        evicted = self.index.evictions - self.metrics.get("lmkv_evictions")
+        if evicted:
+            self.metrics.add("lmkv_evictions", evicted)
+
+    @property
+    def pending_writes(self) -> int:
+        """Chunks queued for, or being written to, the tiers below."""
+        return sum(below.writing_chunks for below in self._below)
+
+    # --- traffic with the tiers below -----------------------------------------------------------
+
+    def _tier_key(self, key: bytes) -> bytes:
+        return make_key(self.namespace.digest, key[:-GROUP_BYTES], int.from_bytes(key[-GROUP_BYTES:], "big"))
+
+    def _buffer(self, entry: Entry) -> memoryview:
+        return self._slab.data[entry.offset : entry.offset + entry.chunk_bytes]
+
+    def _submit_reads(self) -> None:
+        unread, self._unread = self._unread, []
+        for below in self._below:
+            for batch in _batches([p for p in unread if p.below is below], READ_BATCH_BYTES):
+                keys = [self._tier_key(promotion.entry.key) for promotion in batch]
+                buffers = [self._buffer(promotion.entry) for promotion in batch]
+                size = sum(buffer.nbytes for buffer in buffers)
+                deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
+                run = partial(below.tier.get, keys, buffers)
+                if not below.reads.submit(run, batch, deadline_s):
+                    self._finish_read(below, batch, [Status.REJECTED] * len(batch))
+
+    def _finish_read(self, below: Below, batch: list[Promotion], statuses: list[Status]) -> None:
+        loaded = bytes_loaded = 0
+        for promotion, status in zip(batch, statuses, strict=True):
+            entry = promotion.entry
+            size = slot_bytes(entry.chunk_bytes)
+            if not promotion.stale:
+                del self._promotions[entry.key]
+            if status != Status.OK or promotion.stale:
+                self.index.abort(entry)
+                for request in promotion.waiters:
+                    request.promoted_bytes -= size
+                    request.failed.add(entry.key)
+                self.metrics.add("lmkv_misses", 1, status.name.lower() if status else "reset")
+                continue
+            self.index.commit(entry)
+            for request in promotion.waiters:
+                if request.done or request not in self._waiting:
+                    request.promoted_bytes -= size
+                else:
+                    self.index.lease(entry)
+                    request.promoted_leases[entry.key] = entry
+                request.promoted[entry.key] = below.name
+            self.index.release(entry)
+            loaded += 1
+            bytes_loaded += entry.chunk_bytes
+        if loaded:
+            self.metrics.add("lmkv_loaded_chunks", loaded, below.name)
+            self.metrics.add("lmkv_loaded_bytes", bytes_loaded, below.name)
+
+    def _submit_write(self, below: Below) -> None:
+        batch: list[tuple[Entry, Request]] = []
+        size = 0
+        while below.queue and size < WRITE_BATCH_BYTES:
+            entry, request = below.queue.popleft()
+            batch.append((entry, request))
+            size += entry.chunk_bytes
+        keys = [self._tier_key(entry.key) for entry, _ in batch]
+        buffers = [self._buffer(entry) for entry, _ in batch]
+        deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
+        if not below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
+            batch.extend(below.queue)
+            below.queue.clear()
+            self._finish_write(below, batch, [Status.REJECTED] * len(batch))
+
+    def _finish_write(self, below: Below, batch: list[tuple[Entry, Request]], statuses: list[Status]) -> None:
+        stored = bytes_stored = 0
+        for (entry, request), status in zip(batch, statuses, strict=True):
+            below.writing_chunks -= 1
+            below.writing_bytes -= slot_bytes(entry.chunk_bytes)
+            self.index.release(entry)
+            self._less_busy(request, 1)
+            if status == Status.OK:
+                stored += 1
+                bytes_stored += entry.chunk_bytes
+            else:
+                self.metrics.add("lmkv_skipped_stores", 1, status.name.lower())
+        if stored:
+            self.metrics.add("lmkv_stored_chunks", stored, below.name)
+            self.metrics.add("lmkv_stored_bytes", bytes_stored, below.name)
+
+    def _outcome(self, below: Below, executor: Executor, job: Job) -> list[Status]:
+        """The job's statuses; tells the breaker, and makes a raised error UNAVAILABLE."""
+        statuses: list[Status] = job.result
+        if job.error is not None:
+            self._log.warning(below.name, "the %s tier failed: %r", below.name, job.error)
+            statuses = [Status.UNAVAILABLE] * len(job.tag)
+        healthy = Status.UNAVAILABLE not in statuses
+        executor.report(healthy)
+        if not healthy:
+            self.metrics.add("lmkv_breaker_trips", 1, below.name)
+        return statuses
+
+    # --- reset and end --------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Serve nothing older than now, and leave what other engines share alone.
+
+        From here on this engine uses a namespace of its own until it restarts, because what lies
+        below under the old one may be what the caller wants to be rid of (old weights).
+        """
+        self.close_window()
+        for promotion in self._promotions.values():
+            promotion.stale = True
+        self._promotions.clear()
+        for below in self._below:
+            queued = list(below.queue)
+            below.queue.clear()
+            self._finish_write(below, queued, [Status.REJECTED] * len(queued))
+        for request in list(self._waiting):
+            self._release(request)
+        # vLLM before 0.33 never completes jobs that are in flight now: their slots are parked
+        # until the ranks have finished every transfer up to the present ticket.
+        parked = [entry for entry, _, _ in self._stores.values()]
+        self._stores.clear()
+        for request in self._loading:
+            parked.extend(request.loading.values())
+            request.loading.clear()
+        self._loading.clear()
+        self.index.clear()
+        if parked:
+            self._parked.append((self._ticket, parked))
+        fields = {**self.namespace.fields, "reset": uuid.uuid4().hex}
+        self.namespace = Namespace.of(fields)
+        logger.warning(
+            "lmkv: the cache was reset; until it restarts this engine shares nothing with others "
+            "(namespace %s)",
+            self.namespace.digest.hex()[:16],
+        )
+
+    def _free_parked(self, watermark: int) -> None:
+        still = []
+        for ticket, entries in self._parked:
+            if ticket > watermark:
+                still.append((ticket, entries))
+                continue
+            for entry in entries:
+                self.index.release(entry)
+        self._parked = still
+
+    def close(self) -> None:
+        """Write out what is queued, within `FLUSH_S`, and close the tiers."""
+        self.close_window()
+        deadline = time.monotonic() + FLUSH_S
+        while any(b.queue or b.writes.pending for b in self._below):
+            left = deadline - time.monotonic()
+            if left <= 0 or not all(b.writes.drain(left) for b in self._below):
+                self._log.warning("flush", "shutting down with %d chunks unwritten", self.pending_writes)
+                break
+            self.end_step()
+        for below in self._below:
+            below.reads.close(1.0)
+            below.writes.close(1.0)
+            below.tier.close()
+
+
+def _batches(promotions: list[Promotion], limit: int) -> list[list[Promotion]]:
+    """Cut into runs of at most `limit` bytes (at least one chunk each)."""
+    out: list[list[Promotion]] = []
+    size = limit
+    for promotion in promotions:
+        chunk = promotion.entry.chunk_bytes
+        if size + chunk > limit:
+            out.append([])
+            size = 0
+        out[-1].append(promotion)
+        size += chunk
+    return out

@@ -1,0 +1,837 @@
+"""The NVMe tier on real files: what comes back, what is bounded, and what damage and kills may cost."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmkv.backends import journal as journal_module
+from lmkv.backends import segments as segments_module
+from lmkv.backends.file import FileTier
+from lmkv.backends.journal import ENTRY_BYTES, open_journal, read_journal
+from lmkv.config import ConfigError
+from lmkv.tier import Status
+
+MiB = 2**20
+CAPACITY = 40 * MiB  # 4 segments of 8 MiB
+CHUNK = 256 * 1024
+OK, MISS, REJECTED, CORRUPT, UNAVAILABLE = Status
+
+
+def key(number: int, namespace: int = 1) -> bytes:
+    return bytes([namespace]) * 32 + number.to_bytes(32, "little") + bytes(4)
+
+
+def payload(number: int, size: int = CHUNK, namespace: int = 1) -> memoryview:
+    """The bytes of a chunk follow from its key, so that any process can check them."""
+    seed = hashlib.sha256(b"%d %d" % (namespace, number)).digest()
+    return memoryview((seed * (size // 32 + 1))[:size])
+
+
+def buffer(size: int = CHUNK) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def put(tier: FileTier, numbers: list[int], size: int = CHUNK) -> list[Status]:
+    return tier.put([key(n) for n in numbers], [payload(n, size) for n in numbers])
+
+
+def get(tier: FileTier, numbers: list[int], size: int = CHUNK) -> list[Status]:
+    """Statuses of a read; what is OK must be right."""
+    buffers = [buffer(size) for _ in numbers]
+    statuses = tier.get([key(n) for n in numbers], buffers)
+    for number, status, content in zip(numbers, statuses, buffers, strict=True):
+        assert status is not OK or content == payload(number, size), f"chunk {number} is wrong"
+    return statuses
+
+
+def disk_bytes(path: Path) -> int:
+    """What `du` counts."""
+    total = path.lstat().st_blocks * 512
+    for name in os.listdir(path):
+        try:
+            total += (path / name).lstat().st_blocks * 512
+        except FileNotFoundError:  # a journal was replaced meanwhile
+            continue
+    return total
+
+
+def counters(tier: FileTier) -> dict[str, int]:
+    return tier.stats().counters
+
+
+Open = Callable[..., FileTier]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "chunks"
+
+
+@pytest.fixture
+def open_tier(path: Path) -> Iterator[Open]:
+    tiers = []
+
+    def open_(capacity: int = CAPACITY) -> FileTier:
+        tiers.append(FileTier.open({"path": str(path), "capacity": capacity}))
+        return tiers[-1]
+
+    yield open_
+    for tier in tiers:
+        tier.close()
+
+
+def run_python(source: str, *arguments: object) -> "subprocess.Popen[bytes]":
+    """Another process, with the helpers of this file at hand."""
+    source = "import sys\nfrom test_file_tier import *\npath = Path(sys.argv[1])\n" + textwrap.dedent(source)
+    root = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root.parent}"}
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+
+
+# -- the plain job
+
+
+def test_round_trip_and_restart_in_another_process(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    numbers = list(range(60))
+    assert put(tier, numbers) == [OK] * 60
+    assert tier.contains([key(0), key(59), key(60), key(0, namespace=2)]) == [True, True, False, False]
+    assert tier.has(key(3)) and not tier.has(key(99))
+    tier.close()
+    child = run_python(
+        f"""
+        tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+        assert get(tier, list(range(60))) == [OK] * 60
+        assert put(tier, [60]) == [OK]
+        """,
+        path,
+    )
+    assert child.wait(30) == 0
+    tier = open_tier()
+    assert get(tier, [*numbers, 60, 61]) == [OK] * 61 + [MISS]
+    assert tier.stats().chunks == 61
+    assert counters(tier)["get_hits"] == 61 and counters(tier)["get_misses"] == 1
+
+
+def test_put_stores_a_key_once(open_tier: Open) -> None:
+    tier = open_tier()
+    assert tier.put([key(1), key(1), key(2)], [payload(1), payload(1), payload(2)]) == [OK] * 3
+    assert put(tier, [1]) == [OK]
+    assert tier.stats().chunks == 2
+    assert counters(tier)["put_chunks"] == 2 and counters(tier)["put_dedup"] == 2
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 100_000, 8 * MiB - 4096])
+def test_any_length(open_tier: Open, size: int) -> None:
+    tier = open_tier()
+    assert put(tier, [1, 2], size) == [OK, OK]
+    assert get(tier, [2, 1], size) == [OK, OK]
+    assert counters(tier)["bounced"] > 0 or size % 4096 == 0
+    tier.close()
+    assert get(open_tier(), [1, 2], size) == [OK, OK]
+
+
+def test_unaligned_memory_bounces_and_aligned_does_not(open_tier: Open) -> None:
+    tier = open_tier()
+    if not tier.direct:
+        pytest.skip("this file system has no O_DIRECT")
+    import mmap
+
+    memory = memoryview(mmap.mmap(-1, 2 * CHUNK))
+    for start, bounced in ((0, 0), (64, 2)):
+        part = memory[start : start + CHUNK]
+        part[:] = payload(start)
+        assert tier.put([key(start)], [part]) == [OK]
+        part[:] = bytes(CHUNK)
+        assert tier.get([key(start)], [part]) == [OK]
+        assert part == payload(start)
+        assert counters(tier)["bounced"] == bounced
+
+
+def test_too_long_and_empty_chunks_are_rejected(open_tier: Open) -> None:
+    tier = open_tier()
+    assert tier.max_chunk_bytes == 8 * MiB - 4096
+    assert put(tier, [1], tier.max_chunk_bytes + 1) == [REJECTED]
+    assert tier.put([key(1)], [memoryview(b"")]) == [REJECTED]
+    assert counters(tier)["rejected"] == 2 and tier.stats().chunks == 0
+
+
+def test_a_batch_is_written_and_read_by_one_call(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier()
+    put(tier, [100])  # the first put also makes a segment
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("preadv", "pwritev", "fdatasync", "pwrite"):
+        counted(name)
+    assert put(tier, list(range(16))) == [OK] * 16
+    assert sorted(calls) == ["fdatasync", "pwrite", "pwritev"]  # data, flush, journal
+    calls.clear()
+    assert get(tier, random.Random(1).sample(range(16), 16)) == [OK] * 16
+    assert calls == ["preadv"]
+
+
+def test_programming_errors_raise(open_tier: Open) -> None:
+    tier = open_tier()
+    with pytest.raises(ValueError, match="68 bytes"):
+        tier.contains([b"short"])
+    with pytest.raises(ValueError, match="buffers"):
+        tier.get([key(1)], [])
+    tier.close()
+    tier.close()
+    with pytest.raises(ValueError, match="closed"):
+        tier.contains([key(1)])
+    assert not [fd for fd in os.listdir("/proc/self/fd") if "chunks" in _target(fd)]
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:
+        return ""
+
+
+def test_without_o_direct(caplog: pytest.LogCaptureFixture) -> None:
+    import shutil
+    import tempfile
+
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        tier = FileTier.open({"path": str(directory / "chunks"), "capacity": CAPACITY})
+        if tier.direct:
+            pytest.skip("this /dev/shm has O_DIRECT")
+        assert "O_DIRECT" in caplog.text
+        assert put(tier, list(range(200))) == [OK] * 200
+        assert get(tier, list(range(190, 200))) == [OK] * 10
+        assert disk_bytes(directory / "chunks") <= CAPACITY
+        tier.close()
+    finally:
+        shutil.rmtree(directory)
+
+
+# -- bounds and eviction
+
+
+def test_disk_space_is_bounded_at_every_step(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    rng = random.Random(1)
+    written = number = 0
+    while written < 5 * CAPACITY:
+        sizes = [rng.choice([5000, 70_000, CHUNK, 2 * MiB]) for _ in range(8)]
+        numbers = range(number, number + 8)
+        statuses = tier.put(
+            [key(n) for n in numbers], [payload(n, size) for n, size in zip(numbers, sizes, strict=True)]
+        )
+        assert statuses == [OK] * 8
+        assert disk_bytes(path) <= CAPACITY
+        written += sum(sizes)
+        number += 8
+    assert counters(tier)["evicted"] > 0
+    assert tier.stats().used_bytes <= CAPACITY
+
+
+def test_small_chunks_fill_the_index_not_the_journal(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compactions = []
+    real = journal_module.Journal.compact
+    monkeypatch.setattr(
+        journal_module.Journal, "compact", lambda self, *rows: (compactions.append(1), real(self, *rows))[1]
+    )
+    monkeypatch.setattr(journal_module, "_SLACK_BYTES", 64 * ENTRY_BYTES)
+    tier = open_tier()
+    limit = segments_module.max_chunks_for(CAPACITY)
+    for first in range(0, 5 * limit, 500):
+        assert put(tier, list(range(first, first + 500)), 64) == [OK] * 500
+        assert tier.stats().chunks <= limit
+        assert disk_bytes(path) <= CAPACITY
+    assert compactions
+    newest = list(range(first, first + 500))
+    tier.close()
+    assert get(open_tier(), newest, 64) == [OK] * 500
+
+
+def test_eviction_drops_the_oldest_and_keeps_what_was_read(open_tier: Open) -> None:
+    tier = open_tier()
+    put(tier, list(range(20)))
+    assert get(tier, [2, 3]) == [OK, OK]
+    for first in range(20, 150, 10):
+        put(tier, list(range(first, first + 10)))
+    assert get(tier, [0, 1, 2, 3, 4]) == [MISS, MISS, OK, OK, MISS]
+    assert counters(tier)["reinserted"] == 2
+    tier.close()
+    assert get(open_tier(), [2, 3, 149]) == [OK] * 3
+
+
+def test_hot_chunks_take_at_most_a_quarter_of_a_segment(open_tier: Open) -> None:
+    tier = open_tier()
+    for first in range(0, 400, 10):
+        numbers = list(range(first, first + 10))
+        assert put(tier, numbers) == [OK] * 10
+        assert get(tier, numbers) == [OK] * 10
+    assert 0 < counters(tier)["reinserted"] <= counters(tier)["evicted"] / 2
+
+
+def test_a_smaller_capacity_is_honoured_on_reopening(open_tier: Open, path: Path) -> None:
+    tier = open_tier(80 * MiB)
+    put(tier, list(range(250)))
+    before = disk_bytes(path)
+    tier.close()
+    tier = open_tier(CAPACITY)
+    assert disk_bytes(path) <= CAPACITY < before
+    assert get(tier, [249]) == [OK]
+    kept = tier.stats().chunks
+    assert 0 < kept < 250
+    tier.close()
+    tier = open_tier(80 * MiB)
+    assert tier.stats().chunks == kept
+    for first in range(1000, 1300, 20):
+        assert put(tier, list(range(first, first + 20))) == [OK] * 20
+        assert disk_bytes(path) <= 80 * MiB
+    assert get(tier, list(range(1290, 1300))) == [OK] * 10
+
+
+# -- damage
+
+
+def segment_with(path: Path, number: int, size: int = CHUNK) -> tuple[Path, int]:
+    """Where the record of a chunk begins."""
+    for file in path.glob("*.seg"):
+        at = file.read_bytes().find(key(number) + bytes(4))
+        if at >= 0:
+            return file, at - 16
+    raise AssertionError(f"chunk {number} is nowhere")
+
+
+def flip(file: Path, offset: int) -> None:
+    with open(file, "r+b") as f:
+        f.seek(offset)
+        byte = f.read(1)[0]
+        f.seek(offset)
+        f.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize("offset", [0, 9, 20, 60, 90, 110, 250, 4096, 4096 + CHUNK // 2, 4096 + CHUNK - 1])
+def test_a_flipped_bit_is_found_and_costs_one_chunk(open_tier: Open, path: Path, offset: int) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    file, start = segment_with(path, 4)
+    flip(file, start + offset)
+    assert get(tier, list(range(10))) == [OK] * 4 + [CORRUPT] + [OK] * 5
+    assert counters(tier)["corrupt"] == 1
+    assert not tier.has(key(4)) and get(tier, [4]) == [MISS]
+    tier.close()
+    tier = open_tier()
+    assert get(tier, [3, 4, 5]) == [OK, MISS, OK]
+    assert put(tier, [4]) == [OK] and get(tier, [4]) == [OK]
+
+
+def test_a_flipped_bit_in_the_padding_is_harmless(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, [1, 2], 5000)
+    file, start = segment_with(path, 1)
+    flip(file, start + 300)
+    flip(file, start + 4096 + 5001)
+    assert get(tier, [1, 2], 5000) == [OK, OK]
+
+
+def test_another_length_is_corrupt(open_tier: Open) -> None:
+    tier = open_tier()
+    put(tier, [1, 2])
+    assert tier.get([key(1), key(2)], [buffer(CHUNK + 4096), buffer()]) == [CORRUPT, OK]
+    assert not tier.has(key(1))
+
+
+def test_a_truncated_segment_loses_its_end_only(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    file, start = segment_with(path, 6)
+    os.truncate(file, start + 8192)
+    assert get(tier, list(range(10))) == [OK] * 6 + [CORRUPT] * 4
+    tier.close()
+    tier = open_tier()
+    assert get(tier, list(range(10))) == [OK] * 6 + [MISS] * 4
+    assert put(tier, list(range(6, 10))) == [OK] * 4
+    assert get(tier, list(range(10))) == [OK] * 10
+    assert file.stat().st_size == 8 * MiB
+
+
+@pytest.mark.parametrize("cut", [1, 63, 64, 65, 300])
+def test_a_truncated_journal_loses_its_end_only(open_tier: Open, path: Path, cut: int) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    tier.close()
+    file = path / "w0.journal"
+    os.truncate(file, file.stat().st_size - cut)
+    lost = -(-cut // ENTRY_BYTES)
+    tier = open_tier()
+    assert get(tier, list(range(10))) == [OK] * (10 - lost) + [MISS] * lost
+    assert counters(tier)["journal_damaged"] == (cut % ENTRY_BYTES != 0)
+    put(tier, list(range(10)))
+    tier.close()
+    tier = open_tier()
+    assert get(tier, list(range(10))) == [OK] * 10
+    assert counters(tier)["journal_damaged"] == 0
+
+
+def test_a_damaged_journal_entry_is_skipped(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    tier.close()
+    flip(path / "w0.journal", (path / "w0.journal").stat().st_size - 5 * ENTRY_BYTES + 30)
+    tier = open_tier()
+    assert get(tier, list(range(10))).count(OK) == 9
+    assert counters(tier)["journal_damaged"] == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"x", os.urandom(10_000), bytes(64 * 100)])
+def test_a_garbage_journal_loses_everything_and_harms_nothing(
+    open_tier: Open, path: Path, content: bytes
+) -> None:
+    tier = open_tier()
+    put(tier, list(range(120)))
+    tier.close()
+    (path / "w0.journal").write_bytes(content)
+    tier = open_tier()
+    assert tier.stats().chunks == 0
+    assert (counters(tier)["journal_damaged"] > 0) == (content != b"")
+    assert put(tier, list(range(200, 300))) == [OK] * 100
+    assert get(tier, list(range(290, 300))) == [OK] * 10
+    assert disk_bytes(path) <= CAPACITY
+    tier.close()
+    assert get(open_tier(), list(range(290, 300))) == [OK] * 10
+
+
+def test_an_old_journal_never_brings_wrong_bytes_back(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, list(range(120)))
+    old = (path / "w0.journal").read_bytes()
+    for first in range(200, 400, 20):
+        put(tier, list(range(first, first + 20)))
+    tier.close()
+    (path / "w0.journal").write_bytes(old)
+    tier = open_tier()
+    statuses = get(tier, list(range(120)))
+    assert set(statuses) <= {CORRUPT, MISS} and CORRUPT in statuses
+
+
+def test_foreign_files_are_counted_and_left_alone(open_tier: Open, path: Path, tmp_path: Path) -> None:
+    tier = open_tier(56 * MiB)
+    put(tier, list(range(10)))
+    tier.close()
+    elsewhere = tmp_path / "precious"
+    elsewhere.write_bytes(b"do not touch" * 1000)
+    (path / "notes.txt").write_bytes(b"hello")
+    (path / "w0-1.seg").write_bytes(b"not our way to write a number")
+    (path / "w0-00001.seg").symlink_to(elsewhere)  # in the place of the next segment
+    (path / "w0-00002.seg").mkdir()
+    (path / "w1.journal").symlink_to(elsewhere)
+    os.mkfifo(path / "w2.journal")
+    tier = open_tier(56 * MiB)
+    assert counters(tier)["foreign_files"] == 6
+    assert get(tier, list(range(10))) == [OK] * 10
+    for first in range(100, 400, 20):
+        assert put(tier, list(range(first, first + 20))) == [OK] * 20
+        assert disk_bytes(path) <= 56 * MiB
+    assert elsewhere.read_bytes() == b"do not touch" * 1000
+    assert (path / "notes.txt").read_bytes() == b"hello"
+    assert (path / "w0-00001.seg").is_symlink() and (path / "w0-00002.seg").is_dir()
+
+
+def test_a_symlink_in_place_of_a_segment_loses_its_chunks(
+    open_tier: Open, path: Path, tmp_path: Path
+) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    file, _ = segment_with(path, 1)
+    copy = tmp_path / "copy"
+    file.rename(copy)
+    file.symlink_to(copy)
+    assert get(tier, [1]) == [CORRUPT]
+    tier.close()
+    before = copy.read_bytes()
+    tier = open_tier()
+    assert tier.stats().chunks == 0
+    for first in range(100, 300, 20):
+        put(tier, list(range(first, first + 20)))
+    assert get(tier, [299]) == [OK]
+    assert copy.read_bytes() == before
+
+
+# -- failing disks
+
+
+@pytest.mark.parametrize("fault", [errno.EIO, errno.ENOSPC, "short"])
+def test_a_failed_write_shows_nothing_and_its_space_is_used_again(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch, fault: int | str
+) -> None:
+    tier = open_tier()
+    put(tier, [0])
+    real = os.pwritev
+
+    def fail(fd: int, parts: Any, offset: int) -> int:
+        if fault == "short":
+            return real(fd, parts[:1], offset)
+        raise OSError(fault, "injected")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    assert put(tier, [1, 2, 3]) == [UNAVAILABLE] * 3
+    assert get(tier, [0, 1, 2, 3]) == [OK, MISS, MISS, MISS]
+    assert counters(tier)["io_errors"] == 1
+    monkeypatch.setattr(os, "pwritev", real)
+    for first in range(1, 28, 9):
+        assert put(tier, list(range(first, first + 9))) == [OK] * 9
+    assert get(tier, list(range(28))) == [OK] * 28
+    assert len(list(path.glob("*.seg"))) == 1  # 28 chunks fit into one only because no space was lost
+    tier.close()
+    assert get(open_tier(), list(range(28))) == [OK] * 28
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "pwrite"])
+def test_a_failed_flush_or_journal_write_shows_nothing(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    tier = open_tier()
+    put(tier, [0])
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any) -> int:
+            raise OSError(errno.EIO, "injected")
+
+        patch.setattr(os, call, fail)
+        assert put(tier, [1, 2]) == [UNAVAILABLE] * 2
+        assert tier.remove([key(0)]) == [UNAVAILABLE]
+    assert get(tier, [0, 1, 2]) == [MISS] * 3
+    assert put(tier, [1, 2]) == [OK, OK]
+    assert get(tier, [1, 2]) == [OK, OK]
+    tier.close()
+    assert get(open_tier(), [1, 2]) == [OK, OK]
+
+
+def test_a_read_error_spoils_no_neighbour(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier()
+    put(tier, list(range(5)))
+    real = os.preadv
+    bad = 2 * (CHUNK + 4096)
+
+    def fail(fd: int, parts: Any, offset: int) -> int:
+        if offset <= bad < offset + sum(part.nbytes for part in parts):
+            raise OSError(errno.EIO, "injected")
+        return real(fd, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert get(tier, list(range(5))) == [OK, OK, UNAVAILABLE, OK, OK]
+    monkeypatch.setattr(os, "preadv", real)
+    assert get(tier, list(range(5))) == [OK] * 5
+
+
+def test_a_full_disk_makes_the_tier_smaller(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier()
+    real = os.posix_fallocate
+    room = 2
+
+    def fallocate(fd: int, offset: int, length: int) -> None:
+        nonlocal room
+        if os.fstat(fd).st_size == 0:
+            if room == 0:
+                raise OSError(errno.ENOSPC, "injected")
+            room -= 1
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    for first in range(0, 200, 10):
+        assert put(tier, list(range(first, first + 10))) == [OK] * 10
+    assert len(list(path.glob("*.seg"))) == 2
+    assert get(tier, [199]) == [OK]
+
+
+def test_no_room_at_all_is_a_refusal(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier()
+
+    def fallocate(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    assert put(tier, [1]) == [REJECTED]
+    assert counters(tier)["rejected"] == 1
+
+
+# -- removal
+
+
+def test_removed_chunks_never_come_back(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, list(range(10)))
+    assert tier.remove([key(3), key(4), key(3), key(77)]) == [OK, OK, MISS, MISS]
+    assert get(tier, [2, 3, 4, 5]) == [OK, MISS, MISS, OK]
+    put(tier, [4])
+    child = run_python(
+        f"""
+        tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+        assert tier.remove([key(5), key(4)]) == [OK, OK]
+        os.kill(os.getpid(), 9)
+        """,
+        path,
+    )
+    tier.close()
+    assert child.wait(30) == -signal.SIGKILL
+    tier = open_tier()
+    assert get(tier, [2, 3, 4, 5, 6]) == [OK, MISS, MISS, MISS, OK]
+    assert put(tier, [3]) == [OK] and get(tier, [3]) == [OK]
+    tier.close()
+    assert get(open_tier(), [2, 3, 4, 5]) == [OK, OK, MISS, MISS]
+
+
+def test_space_of_a_removed_last_chunk_is_not_confused_with_its_successor(open_tier: Open) -> None:
+    tier = open_tier()
+    put(tier, [1, 2])
+    tier.remove([key(2)])
+    tier.close()
+    tier = open_tier()
+    put(tier, [3])
+    tier.close()
+    assert get(open_tier(), [1, 2, 3]) == [OK, MISS, OK]
+
+
+# -- kills, readers, threads
+
+WRITER = f"""
+tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+rng = random.Random(int(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    numbers = [rng.randrange(400) for _ in range(rng.randrange(1, 12))]
+    put(tier, numbers)
+    get(tier, [rng.randrange(400) for _ in range(4)])
+    if rng.random() < 0.1:
+        tier.remove([key(rng.randrange(400))])
+"""
+
+
+def test_killed_writers_leave_nothing_wrong(open_tier: Open, path: Path) -> None:
+    rng = random.Random(7)
+    found = 0
+    for round_ in range(30):
+        child = run_python(WRITER, path, round_)
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        time.sleep(rng.random() * 0.15)
+        child.kill()
+        child.wait()
+        assert disk_bytes(path) <= CAPACITY
+        tier = open_tier()
+        assert disk_bytes(path) <= CAPACITY
+        offered = [n for n in range(400) if tier.has(key(n))]
+        assert get(tier, offered) == [OK] * len(offered)
+        assert counters(tier)["corrupt"] == 0
+        found += len(offered)
+        tier.close()
+    assert found > 0
+
+
+def test_a_reader_follows_the_writer_and_takes_over(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
+    child = run_python(
+        f"""
+        tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+        put(tier, list(range(10)))
+        print("written", flush=True)
+        sys.stdin.read()
+        """,
+        path,
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"written\n"
+    tier = open_tier()
+    assert get(tier, list(range(10))) == [OK] * 10
+    assert put(tier, [0, 10]) == [OK, REJECTED]
+    assert tier.remove([key(0), key(10)]) == [REJECTED, MISS]
+    child.kill()
+    child.wait()
+    assert put(tier, [10]) == [OK]
+    assert get(tier, list(range(11))) == [OK] * 11
+    tier.close()
+    assert get(open_tier(), list(range(11))) == [OK] * 11
+
+
+def test_a_reader_sees_puts_removes_recycling_and_compaction(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
+    writer, reader = open_tier(), open_tier()
+    put(writer, list(range(10)))
+    assert get(reader, list(range(10))) == [OK] * 10
+    writer.remove([key(1)])
+    assert reader.contains([key(0), key(1)]) == [True, False]
+    for first in range(100, 300, 20):
+        put(writer, list(range(first, first + 20)))
+        assert get(reader, list(range(first, first + 20))) == [OK] * 20
+    assert reader.contains([key(0)]) == [False]
+    assert reader.stats().chunks == writer.stats().chunks
+    writer.remove([key(299)])
+    assert writer._journal is not None
+    writer._journal.compact()
+    writer.remove([key(298)])
+    assert get(reader, [297, 298, 299]) == [OK, MISS, MISS]
+    assert reader.stats().chunks == writer.stats().chunks
+    assert counters(reader)["corrupt"] == counters(reader)["races"] == 0
+
+
+def test_a_reader_overtaken_by_recycling_counts_a_race(open_tier: Open) -> None:
+    writer, reader = open_tier(), open_tier()
+    put(writer, list(range(10)))
+    reader._catch_up(wait=True, now=True)
+    assert reader.has(key(0))
+    for first in range(100, 300, 20):
+        put(writer, list(range(first, first + 20)))
+    reader._next_poll = time.monotonic() + 100  # it has not heard of it
+    assert get(reader, [0, 1]) == [MISS, MISS]
+    assert counters(reader)["races"] == 2 and counters(reader)["corrupt"] == 0
+
+
+def test_threads_beside_each_other(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    stop = time.monotonic() + 4
+    failures: list[BaseException] = []
+    sizes = [5000, CHUNK, 600_000]
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while time.monotonic() < stop:
+                numbers = [rng.randrange(500) for _ in range(8)]
+                size = sizes[numbers[0] % 3]
+                numbers = [n - n % 3 + numbers[0] % 3 for n in numbers]  # one length per number
+                if seed % 2:
+                    assert set(put(tier, numbers, size)) <= {OK, REJECTED}
+                else:
+                    assert set(get(tier, numbers, size)) <= {OK, MISS}
+                    if rng.random() < 0.02:
+                        tier.remove([key(rng.randrange(500))])
+                assert disk_bytes(path) <= CAPACITY
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert counters(tier)["get_hits"] > 0 and counters(tier)["evicted"] > 0
+    assert counters(tier)["corrupt"] == counters(tier)["io_errors"] == 0
+    numbers = [n for n in range(500) if tier.has(key(n))]
+    chunks = tier.stats().chunks
+    assert len(numbers) == chunks
+    tier.close()
+    tier = open_tier()
+    assert tier.stats().chunks == chunks
+    for n in numbers:
+        assert get(tier, [n], sizes[n % 3]) == [OK]
+
+
+def test_the_journal_holds_one_live_entry_per_chunk(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+
+    def work() -> None:
+        for first in range(0, 60, 6):
+            put(tier, list(range(first, first + 6)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fd = open_journal(path / "w0.journal")
+    live = journal_module.replay([read_journal(fd)]).live[0]
+    os.close(fd)
+    assert int(live.sum()) == tier.stats().chunks == 60
+
+
+# -- bad input
+
+
+def bad(path: Path, capacity: Any = CAPACITY) -> str:
+    with pytest.raises(ConfigError) as caught:
+        FileTier.open({"path": str(path), "capacity": capacity})
+    return str(caught.value)
+
+
+def test_bad_settings(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[file\] path: not set"):
+        FileTier.open({"capacity": CAPACITY})
+    with pytest.raises(ConfigError, match=r"\[file\] capcity"):
+        FileTier.open({"path": str(path), "capcity": CAPACITY})
+    assert "[file] capacity" in bad(path, "lots")
+    message = bad(path, MiB)
+    assert "[file] capacity" in message and "too few" in message
+    smallest = int(message.partition("set at least ")[2].split(",")[0])
+    assert "too few" in bad(path, smallest - 2 * MiB)
+    FileTier.open({"path": str(path), "capacity": smallest}).close()
+    message = bad(tmp_path / "other", 2**60)
+    assert "[file] capacity" in message and "can hold" in message
+
+
+def test_bad_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    assert "[file] path" in bad(file) and "not a directory" in bad(file)
+    assert "not a directory" in bad(file / "below")
+    path.mkdir(mode=0o700)
+    path.chmod(0o770)
+    message = bad(path)
+    assert "[file] path" in message and "written to by others" in message and "chmod" in message
+    path.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert "belongs to user id" in bad(path)
+    with monkeypatch.context() as patch:
+
+        def read_only(*_: Any, **__: Any) -> int:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        patch.setattr(os, "open", read_only)
+        assert "Read-only" in bad(path)
+    (path / "FORMAT").write_text("lmkv file tier\nversion 2\nsegment_bytes 8388608\n")
+    message = bad(path)
+    assert "version 2" in message and "version 1" in message and "Fix: " in message
+    (path / "FORMAT").write_bytes(os.urandom(100))
+    assert "not readable" in bad(path)
+
+
+def test_modes_and_the_lock(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    put(tier, [1])
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
+    fd = os.open(path / "writer.lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    tier.close()
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
