@@ -37,7 +37,14 @@ from lmkv.backends.journal import (
     replay,
     segment_ids,
 )
-from lmkv.backends.segments import BLOCK_BYTES, MAX_SEGMENTS, Directory, Scan, max_chunks_for
+from lmkv.backends.segments import (
+    BLOCK_BYTES,
+    MAX_SEGMENTS,
+    Directory,
+    Scan,
+    SegmentFile,
+    max_chunks_for,
+)
 from lmkv.config import ConfigError, load_table, resolve_file_capacity
 from lmkv.keys import KEY_BYTES, NAMESPACE_BYTES
 from lmkv.record import HEADER_BYTES, decode_header, encode_header, verify
@@ -63,6 +70,8 @@ COUNTERS = (
     *("corrupt", "races", "evicted", "reinserted"),
     *("foreign_files", "journal_damaged", "io_errors", "read_bytes", "written_bytes"),
 )
+#: Segments kept open for reading, of the 1,024 files that a process may open by default.
+MAX_OPEN_FILES = 128
 #: After the disk had no room for one more segment, the tier makes do with those it has for so long.
 RETRY_CREATE_S = 60.0
 #: A failing disk gets one line in the log per this time.
@@ -204,7 +213,7 @@ class _Record(NamedTuple):
 class _Piece(NamedTuple):
     """Records to write next to each other. Their place is taken, and its segment not recycled until then."""
 
-    fd: int
+    file: SegmentFile
     start: int  # bytes
     end: int
     parts: list[memoryview]
@@ -227,7 +236,7 @@ class _Blocks(threading.local):
     """Aligned memory for the header blocks of one system call, per thread."""
 
     def __init__(self) -> None:
-        view = memoryview(mmap.mmap(-1, MAX_RUN_RECORDS * BLOCK_BYTES))
+        view = _memory(MAX_RUN_RECORDS * BLOCK_BYTES)
         self.blocks = [view[i : i + BLOCK_BYTES] for i in range(0, view.nbytes, BLOCK_BYTES)]
 
 
@@ -277,12 +286,15 @@ class FileTier(Tier):
         self._closed = False
         self._index = _Index()
         self._views: dict[int, _View] = {}  # by writer
+        self._files: dict[int, SegmentFile] = {}  # open for reading
         self._next_poll = self._next_attempt = self._next_create = self._next_log = 0.0
         self._reloading: threading.Thread | None = None
         self._journal: Journal | None = None  # set while this process is the writer
         self._active: int | None = None
-        self._active_fd = -1
+        self._active_file: SegmentFile | None = None
         self._tail = 0  # bytes
+        self._in_flight: set[bytes] = set()  # keys that are being written
+        self._landed = threading.Condition(self._write_lock)
         self._unwritten: Counter[int] = Counter()  # by segment, chunks that are being written
         self._full: deque[int] = deque()  # oldest first
         self._free: list[int] = []
@@ -361,9 +373,13 @@ class FileTier(Tier):
             results |= outcome
             for piece in pieces:
                 results |= self._write(piece)
+        if waiting := fresh.keys() - results.keys():  # another thread is writing them
+            with self._landed:
+                self._landed.wait_for(lambda: self._in_flight.isdisjoint(waiting))
+            results |= {key: Status.OK if self.has(key) else Status.UNAVAILABLE for key in waiting}
         for position, key in enumerate(keys):
             statuses[position] = results.get(key, statuses[position])
-        stored = sum(results.get(key) is Status.OK for key in fresh)
+        stored = sum(results[key] is Status.OK for key in fresh.keys() - waiting)
         self._count(rejected=statuses.count(Status.REJECTED), put_dedup=statuses.count(Status.OK) - stored)
         return statuses
 
@@ -387,11 +403,10 @@ class FileTier(Tier):
     def close(self) -> None:
         with self._write_lock:
             self._closed = True
-            if self._active_fd >= 0:
-                os.close(self._active_fd)
             if self._journal is not None:
                 self._journal.close()
-            self._active_fd, self._journal = -1, None
+            self._active = self._active_file = self._journal = None
+            self._files = {}
             self._forget_views()
             self._directory.close()
 
@@ -405,11 +420,8 @@ class FileTier(Tier):
         expected = sum(part.nbytes for part in parts)
         segment, offset = run[0].place >> 16, (run[0].place & 0xFFFF) * BLOCK_BYTES
         try:
-            fd = self._directory.open_segment(segment)
-            try:
-                count = os.preadv(fd, parts, offset)
-            finally:
-                os.close(fd)
+            file = self._open(segment)
+            count = os.preadv(file.fd, parts, offset)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP):  # dropped by the writer, or replaced
                 suspects += run
@@ -433,12 +445,22 @@ class FileTier(Tier):
             else:
                 suspects.append(want)
 
+    def _open(self, segment: int) -> SegmentFile:
+        file = self._files.get(segment)
+        if file is None:
+            file = self._directory.open_segment(segment)
+            with self._lock:
+                while len(self._files) >= MAX_OPEN_FILES:
+                    del self._files[next(iter(self._files))]
+                self._files[segment] = file
+        return file
+
     def _aligned(self, buffer: memoryview) -> memoryview:
         """The buffer itself, or memory of whole blocks for it where the disk would not take it."""
         if buffer.nbytes % BLOCK_BYTES == 0 and (not self.direct or _address(buffer) % BLOCK_BYTES == 0):
             return buffer
         self._count(bounced=1)
-        return memoryview(mmap.mmap(-1, -(-buffer.nbytes // BLOCK_BYTES) * BLOCK_BYTES))
+        return _memory(-(-buffer.nbytes // BLOCK_BYTES) * BLOCK_BYTES)
 
     def _same(self, want: _Wanted) -> bool:
         """Whether the index still says what it said before the read. Holds _lock."""
@@ -496,16 +518,19 @@ class FileTier(Tier):
     def _reserve(self, records: list[_Record]) -> tuple[dict[bytes, Status], list[_Piece]]:
         """Take space for records, in as many segments as it takes.
 
-        Returns the status by key of those that are not to be written, and the pieces to write.
+        Returns the status by key of those that are not to be written, and the pieces to write; about
+        those that another thread is writing, nothing.
         """
         results = {record.key: Status.OK for record in records if self.has(record.key)}
-        records = [record for record in records if record.key not in results]
+        records = [
+            record for record in records if record.key not in results and record.key not in self._in_flight
+        ]
         pieces: list[_Piece] = []
         at = 0
         status = Status.OK if self._journal is not None else Status.REJECTED
         while at < len(records) and status is Status.OK:
             batch = self._fitting(records[at:])
-            too_many = self._index.chunks + self._unwritten.total() + len(batch) > self._max_chunks
+            too_many = self._index.chunks + len(self._in_flight) + len(batch) > self._max_chunks
             if too_many and (oldest := self._oldest()) is not None:
                 status = self._recycle(oldest)
             elif too_many or not batch:
@@ -526,7 +551,7 @@ class FileTier(Tier):
 
     def _take(self, batch: list[_Record], *, again: bool = False) -> _Piece:
         """Space in the active segment, where the batch fits."""
-        assert self._active is not None
+        assert self._active is not None and self._active_file is not None
         generation = self._index.segments[self._active].generation
         rows, start = [], self._tail
         for record in batch:
@@ -534,8 +559,9 @@ class FileTier(Tier):
             rows.append(Row(self._active, generation, record.key, offset, record.length, time_s))
             self._tail += record_blocks(record.length) * BLOCK_BYTES
         self._unwritten[self._active] += len(rows)
+        self._in_flight.update(row.key for row in rows)
         parts = [part for record in batch for part in record.parts]
-        return _Piece(os.dup(self._active_fd), start, self._tail, parts, rows, again)
+        return _Piece(self._active_file, start, self._tail, parts, rows, again)
 
     def _write(self, piece: _Piece) -> dict[bytes, Status]:
         """Write a piece by one system call, make it durable, journal it, offer its chunks.
@@ -545,28 +571,26 @@ class FileTier(Tier):
         """
         status = Status.OK
         try:
-            if os.pwritev(piece.fd, piece.parts, piece.start) != piece.end - piece.start:
+            if os.pwritev(piece.file.fd, piece.parts, piece.start) != piece.end - piece.start:
                 raise OSError(errno.EIO, "short write")
-            os.fdatasync(piece.fd)
+            os.fdatasync(piece.file.fd)
         except OSError as error:
             self._failed("write", error)
             status = Status.UNAVAILABLE
-        finally:
-            os.close(piece.fd)
         segment = piece.rows[0].segment
         with self._write_lock:
             self._unwritten[segment] -= len(piece.rows)
-            # Another thread may have stored the same key meanwhile: one entry per chunk.
-            rows = [row for row in piece.rows if not self.has(row.key)]
-            if status is Status.OK and not self._journal_rows(PUT, rows, sync=False):
+            self._in_flight.difference_update(row.key for row in piece.rows)
+            self._landed.notify_all()
+            if status is Status.OK and not self._journal_rows(PUT, piece.rows, sync=False):
                 status = Status.UNAVAILABLE
             if status is Status.OK:
                 with self._lock:
-                    for row in rows:
+                    for row in piece.rows:
                         digest, rest = row.key[:NAMESPACE_BYTES], row.key[NAMESPACE_BYTES:]
                         self._index.insert(digest, rest, segment, row.offset, row.length)
                     self._counters["written_bytes"] += piece.end - piece.start
-                    self._counters["reinserted" if piece.again else "put_chunks"] += len(rows)
+                    self._counters["reinserted" if piece.again else "put_chunks"] += len(piece.rows)
             elif self._active == segment and self._tail == piece.end:
                 self._tail = piece.start  # the next batch goes to the same place
         return dict.fromkeys((row.key for row in piece.rows), status)
@@ -574,9 +598,8 @@ class FileTier(Tier):
     def _roll(self, pieces: list[_Piece]) -> Status:
         """Make another segment the active one: a free one, a new one, or else the oldest."""
         if self._active is not None:
-            os.close(self._active_fd)
             self._full.append(self._active)
-            self._active, self._active_fd = None, -1
+            self._active = self._active_file = None
         if not self._free and len(self._full) < self._max_segments:
             self._create()
         hot: list[_Record] = []
@@ -588,7 +611,7 @@ class FileTier(Tier):
             return Status.REJECTED
         segment = self._free.pop()
         try:
-            self._active_fd = self._directory.allocate_segment(segment)
+            self._active_file = self._directory.allocate_segment(segment)
         except OSError as error:
             self._free.insert(0, segment)
             self._failed("allocate", error)
@@ -611,7 +634,7 @@ class FileTier(Tier):
                 if self._recycle(segment) is not Status.OK:  # what lay in a lost file of this name
                     return
                 try:
-                    os.close(self._directory.allocate_segment(segment))
+                    self._directory.allocate_segment(segment)
                 except OSError as error:
                     self._free.remove(segment)
                     self._directory.delete_segment(segment)
@@ -647,16 +670,13 @@ class FileTier(Tier):
         hot = hot[: bisect_right(ends, self._segment_bytes // REINSERTED_SHARE) - 1]
         if not hot:
             return []
-        view = memoryview(mmap.mmap(-1, ends[len(hot)]))
+        view = _memory(ends[len(hot)])
         records = []
         try:
-            fd = self._directory.open_segment(segment)
-            try:
-                for run in _runs([(place, record_blocks(length)) for place, length, _ in hot]):
-                    part = view[ends[run.start] : ends[run.stop]]
-                    os.preadv(fd, [part], (hot[run.start][0] & 0xFFFF) * BLOCK_BYTES)
-            finally:
-                os.close(fd)
+            file = self._open(segment)
+            for run in _runs([(place, record_blocks(length)) for place, length, _ in hot]):
+                part = view[ends[run.start] : ends[run.stop]]
+                os.preadv(file.fd, [part], (hot[run.start][0] & 0xFFFF) * BLOCK_BYTES)
         except OSError as error:
             self._failed("read", error)
             return []
@@ -708,7 +728,7 @@ class FileTier(Tier):
             if dropped or damaged:
                 journal.compact(rows)
             if full:
-                self._active_fd = directory.allocate_segment(full[-1])
+                self._active_file = directory.allocate_segment(full[-1])
                 self._active = full.pop()
                 self._tail = order[self._active] * BLOCK_BYTES
         except OSError:
@@ -733,6 +753,7 @@ class FileTier(Tier):
         return *_Index.build(images, scan.segments, self._segment_bytes), damaged
 
     def _forget_views(self) -> None:
+        self._files = {}  # the writer may have dropped some
         for view in self._views.values():
             os.close(view.fd)
         self._views = {}
@@ -827,6 +848,17 @@ class FileTier(Tier):
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + LOG_S
             logger.warning("lmkv: the file tier in %s could not %s: %s", self._directory.path, what, error)
+
+
+def _memory(size_bytes: int) -> memoryview:
+    """Aligned memory, of huge pages where it is large: the disk moves those several times as fast.
+
+    Private, because Python's default, a shared mapping, gets none.
+    """
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
 
 
 def _address(buffer: memoryview) -> int:

@@ -62,6 +62,18 @@ class Scan:
     own_bytes: int = 0
 
 
+class SegmentFile:
+    """An open segment. It closes itself when nobody holds it any more."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 def segment_bytes_for(capacity_bytes: int) -> int:
     """Segment size of a new directory: a power of two, about a 64th of its capacity."""
     size = 1 << (capacity_bytes // SEGMENTS).bit_length() - 1 if capacity_bytes >= SEGMENTS else 1
@@ -167,23 +179,20 @@ class Directory:
         """Path of a writer's journal."""
         return self.path / f"w{writer}.journal"
 
-    def open_segment(self, segment: int) -> int:
-        """File descriptor for reading. Raises OSError."""
-        return os.open(self._segment_path(segment), os.O_RDONLY | self._flags())
+    def open_segment(self, segment: int) -> SegmentFile:
+        """For reading. Raises OSError."""
+        return SegmentFile(os.open(self._segment_path(segment), os.O_RDONLY | self._flags()))
 
-    def allocate_segment(self, segment: int) -> int:
-        """File descriptor for writing to a segment of full size, created if need be. Raises OSError."""
-        fd = os.open(self._segment_path(segment), os.O_RDWR | os.O_CREAT | self._flags(), 0o600)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EEXIST, "not a regular file")
-            if os.fstat(fd).st_size > self.segment_bytes:
-                os.ftruncate(fd, self.segment_bytes)
-            os.posix_fallocate(fd, 0, self.segment_bytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+    def allocate_segment(self, segment: int) -> SegmentFile:
+        """For writing: a segment of full size, created if need be. Raises OSError."""
+        flags = os.O_RDWR | os.O_CREAT | self._flags()
+        file = SegmentFile(os.open(self._segment_path(segment), flags, 0o600))
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            raise OSError(errno.EEXIST, "not a regular file")
+        if os.fstat(file.fd).st_size > self.segment_bytes:
+            os.ftruncate(file.fd, self.segment_bytes)
+        os.posix_fallocate(file.fd, 0, self.segment_bytes)
+        return file
 
     def has_segment(self, segment: int) -> bool:
         """Whether anything has the name of this segment."""

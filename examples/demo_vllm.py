@@ -146,6 +146,14 @@ class Server:
                     values[sample.name + (f"{{{label}}}" if label else "")] = sample.value
         return values
 
+    def block_size(self) -> int:
+        """Tokens of one block, from vLLM's own metrics."""
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == "vllm:cache_config_info":
+                    return int(sample.labels["block_size"])
+        raise SystemExit("vLLM does not tell its block size")
+
     def wait_until_written(self) -> None:
         """Block until nothing waits to be written to the NVMe tier."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
@@ -211,7 +219,9 @@ def main() -> None:
     """Run the demo and write build/demo.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="directory with the model")
-    parser.add_argument("--dir", type=Path, help="directory for the NVMe tier (default: a fresh one, removed)")
+    parser.add_argument(
+        "--dir", type=Path, help="directory for the NVMe tier (default: a fresh one, removed)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "demo.json", help="where to write JSON")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +232,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="lmkv-demo-", dir=args.out.parent) as scratch:
         directory = args.dir or Path(scratch) / "kv"
         with serving(args.model, directory, log, f"starting vLLM with lmkv (log: {log})") as server:
+            block = server.block_size()
             cold = run_phase(server, "cold", prompts)
             server.wait_until_written()
             server.http.post("/reset_prefix_cache").raise_for_status()  # the engine's own, not lmkv's
@@ -235,6 +246,7 @@ def main() -> None:
         a.tokens for a in cold.answers
     ] == [a.tokens for a in restart.answers]
     prompt_tokens = sum(map(len, prompts))
+    expected = sum(len(prompt) // block * block for prompt in prompts)
     print(f"\n{len(prompts)} prompts, {prompt_tokens:,} tokens; times are means per prompt")
     print(f"{'':9}{'TTFT':>9}{'of cold':>9}{'hits host':>11}{'hits file':>11}{'loaded':>11}{'from disk':>11}")
     for name, phase in (("cold", cold), ("host", host), ("restart", restart)):
@@ -244,6 +256,7 @@ def main() -> None:
             f"{mib(phase.count('lmkv_loaded_bytes_total{host}')):>11}"
             f"{mib(phase.count('lmkv_loaded_bytes_total{file}')):>11}"
         )
+    print(f"expected hits (every complete block of {block} tokens): {expected:,}")
     written = cold.count("lmkv_stored_bytes_total{host}")
     print(f"stored once: {mib(written)}; outputs identical token by token: {'yes' if identical else 'NO'}")
     result = {
@@ -260,6 +273,8 @@ def main() -> None:
     print(f"wrote {args.out}")
     if not identical:
         raise SystemExit("the outputs differ")
+    if (result["hit_tokens_host"], result["hit_tokens_file"]) != (expected, expected):
+        raise SystemExit("not every complete block was a hit")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class CPUCopier:
         ]
         self._slab = np.frombuffer(slab, np.uint8)
         self._slab_address = self._slab.ctypes.data
-        self._num_blocks = layout[0][0].tensor.shape[0]
+        self._num_blocks = [min(f.tensor.shape[0] for f in group) for group in layout]
 
     def gather(self, copies: Sequence[BlockCopies]) -> Callable[[], bool]:
         """See `Copier.gather`."""
@@ -54,8 +54,9 @@ class CPUCopier:
             return []
         group = self._addresses[copy.group]
         end = max(offset + size for _, _, size, offset in group)
-        if blocks.min() < 0 or blocks.max() >= self._num_blocks:
-            raise IndexError(f"block {blocks.max()} is outside the engine's {self._num_blocks} blocks")
+        num_blocks = self._num_blocks[copy.group]
+        if blocks.min() < 0 or blocks.max() >= num_blocks:
+            raise IndexError(f"block {blocks.max()} is outside the engine's {num_blocks} blocks")
         if places.min() < 0 or places.max() + end > self._slab.nbytes:
             raise IndexError(f"slot at {places.max()} is outside the slab of {self._slab.nbytes} bytes")
         return [

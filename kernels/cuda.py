@@ -49,4 +49,4 @@ class CUDACopier:
                         else:
                             row.copy_(piece, non_blocking=True)
             event.record(stream)
-        return event.query
+        return lambda: bool(event.query())

@@ -53,18 +53,23 @@ class Executor(Protocol):
     def open(self) -> bool:
         """Whether the breaker is open: the tier is not to be used now."""
 
+    @property
+    def trips(self) -> int:
+        """How often the breaker has opened."""
+
     def report(self, healthy: bool) -> None:
         """Tell the breaker how the tier fared in a job."""
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for all pending jobs to end; False when the time ran out. `poll` still returns them."""
 
-    def close(self, timeout_s: float) -> None:
-        """Stop after the running jobs; queued ones end with an error. Waits at most `timeout_s`."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop after the running jobs; queued ones end with an error. Waits at most `timeout_s`;
+        False when a job still runs then, and may touch its buffers."""
 
 
 class Breaker:
-    """Opens when a tier fails or hangs, and lets one probe through after a growing pause."""
+    """Opens when a tier fails or hangs, and closes for a new attempt after a growing pause."""
 
     def __init__(self) -> None:
         self.trips = 0
@@ -76,11 +81,12 @@ class Breaker:
         return now < self._closed_at
 
     def record(self, healthy: bool, now: float) -> None:
-        """Note one outcome. The first failure of a row opens the breaker at once."""
+        """Note one outcome. The first failure of a row opens the breaker at once; further ones
+        while it is open are of the same outage and do not make the pause longer."""
         if healthy:
             self._failures = 0
             self._closed_at = 0.0
-        else:
+        elif not self.open(now):
             pause = min(FIRST_BACKOFF_S * 2**self._failures, MAX_BACKOFF_S)
             self._failures = min(self._failures + 1, 16)  # 2**16 is far beyond the largest pause
             self._closed_at = now + pause
@@ -135,6 +141,11 @@ class ThreadedExecutor:
         """See `Executor.open`."""
         return self.breaker.open(time.monotonic())
 
+    @property
+    def trips(self) -> int:
+        """See `Executor.trips`."""
+        return self.breaker.trips
+
     def report(self, healthy: bool) -> None:
         """See `Executor.report`."""
         self.breaker.record(healthy, time.monotonic())
@@ -148,7 +159,7 @@ class ThreadedExecutor:
             time.sleep(0.002)
         return True
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
         """See `Executor.close`."""
         self._stopped = True
         for _ in self._threads:
@@ -156,6 +167,7 @@ class ThreadedExecutor:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -186,10 +198,11 @@ class SteppedExecutor:
         self._clock = clock
         self._queued: deque[Job] = deque()
         self._done: list[Job] = []
+        self._stopped = False
 
     def submit(self, run: Callable[[], Any], tag: Any, deadline_s: float) -> bool:
         """See `Executor.submit`."""
-        if self.pending >= self._max_pending or self.open:
+        if self.pending >= self._max_pending or self._stopped or self.open:
             return False
         self._queued.append(Job(run, tag, self._clock() + deadline_s))
         return True
@@ -224,6 +237,11 @@ class SteppedExecutor:
         """See `Executor.open`."""
         return self.breaker.open(self._clock())
 
+    @property
+    def trips(self) -> int:
+        """See `Executor.trips`."""
+        return self.breaker.trips
+
     def report(self, healthy: bool) -> None:
         """See `Executor.report`."""
         self.breaker.record(healthy, self._clock())
@@ -233,12 +251,14 @@ class SteppedExecutor:
         self.step(len(self._queued))
         return True
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
         """See `Executor.close`."""
+        self._stopped = True
         for job in self._queued:
             job.error = RuntimeError("the executor was closed")
         self._done.extend(self._queued)
         self._queued.clear()
+        return True
 
 
 def _run(job: Job) -> None:

@@ -14,11 +14,13 @@ _SAMPLE_BYTES = 64 << 10
 #: A safetensors header is JSON of a few MB at the most; more is not one.
 _MAX_HEADER_BYTES = 64 << 20
 
+#: The last two describe the quantisation of checkpoints that keep it apart.
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weights_digest(model: Path) -> str | None:
-    """SHA-256 (hex) over config.json and every weight file below `model`; None if there is none.
+    """SHA-256 (hex) over the config files and every weight file below `model`; None if there is none.
 
     Of each weight file: name, size, the safetensors header where it is one, and evenly spread
     samples of its content. `model` is a directory or a single weight file.
@@ -28,13 +30,13 @@ def weights_digest(model: Path) -> str | None:
         root = model.parent
     else:
         root = model
-        files = sorted(path for path in model.rglob("*") if path.suffix in _WEIGHT_SUFFIXES)
+        files = sorted(p for p in model.rglob("*") if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not files:
         return None
     hasher = hashlib.sha256()
-    config = root / "config.json"
-    if config.is_file():
-        _update(hasher, b"config.json", config.read_bytes())
+    for name in _CONFIG_FILES:
+        if (root / name).is_file():
+            _update(hasher, name.encode(), (root / name).read_bytes())
     for path in files:
         _update(hasher, path.relative_to(root).as_posix().encode(), _file_digest(path))
     return hasher.hexdigest()

@@ -101,3 +101,42 @@ class RateLimitedLog:
         dropped = self._dropped.pop(kind, 0)
         suffix = f" ({dropped} more like it were not logged)" if dropped else ""
         logger.warning("lmkv: " + message + suffix, *args, exc_info=exc_info)
+
+
+_INTRODUCTION = """\
+# Metrics
+
+<!-- Made by `python -m lmkv.metrics > docs/metrics.md`; a test compares the two. -->
+
+They appear on vLLM's own `/metrics` beside its `vllm:kv_offload_*` (bytes, seconds and sizes of the copies
+between blocks and slots, and lookup delays). Counters end in `_total` there.
+
+| metric | kind | labels | meaning |
+|---|---|---|---|
+"""
+
+_LABELS = """\
+
+`tier` is `host` or `file`; of `lmkv_hit_tokens` also `window`: tokens before a sliding window, which count as
+hit although nothing had to be loaded for them.
+
+`reason` of `lmkv_misses`: `deadline` (it did not come in time), `no_room` (all slots leased, or the request's
+half of the slab is full), `corrupt`, `unavailable` (I/O error), `miss` (recycled meanwhile), `rejected` (too
+many reads queued), `reset`. A chunk counts each time the engine asks for it; one that lies nowhere does not count.
+
+`reason` of `lmkv_skipped_stores`: `slab_full`, `copy_failed` (between block and slot), and below the host
+tier `write_queue_full`, `breaker_open`, `unavailable`, `rejected` (no room, or another process is the writer).
+"""
+
+
+def reference() -> str:
+    """The text of docs/metrics.md."""
+    rows = []
+    for name, metric in METRICS.items():
+        kind, shown = ("gauge", name) if metric.gauge else ("counter", f"{name}_total")
+        rows.append(f"| `{shown}` | {kind} | {', '.join(metric.labels) or '-'} | {metric.help} |\n")
+    return _INTRODUCTION + "".join(rows) + _LABELS
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -124,7 +124,8 @@ class RankPipeline:
                 time.sleep(50e-6)  # a copy of a few blocks that the engine needs now
 
     def close(self) -> None:
-        """Let go of the engine's tensors and of the slab."""
+        """Let go of the engine's tensors and of the slab, once nothing is being copied."""
+        self.wait({job.job_id for job in self._jobs})
         self._jobs.clear()
         del self._copier, self._area
 

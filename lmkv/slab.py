@@ -34,6 +34,7 @@ DATA_OFFSET = HUGE_PAGE_BYTES
 #: enough that the first slots are usable at once.
 PIECE_BYTES = 64 << 20
 _JOIN_TIMEOUT_S = 60.0
+_MEMFD_NAME = "lmkv-slab"
 
 _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
@@ -235,7 +236,12 @@ def create_or_join(engine_id: str, capacity_bytes: int) -> Slab:
     _remove_stale(path)
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # a symbolic link, a directory, another user's file
+            raise SlabError(
+                f"{path} cannot be opened ({error.strerror}). Fix: remove it or use another engine id."
+            ) from error
         try:
             if not _lock(fd, deadline) or not _same_file(fd, path):
                 if time.monotonic() > deadline:
@@ -244,12 +250,12 @@ def create_or_join(engine_id: str, capacity_bytes: int) -> Slab:
             if os.fstat(fd).st_uid != os.geteuid():
                 raise SlabError(f"{path} belongs to another user. Fix: remove it or use another engine id.")
             described = _parse(os.pread(fd, 256, 0))
-            if described is not None and (memfd := _open_memfd(*described[:3])) is not None:
-                return Slab(memfd, described[3], path)
-            memfd = os.memfd_create("lmkv-slab", os.MFD_CLOEXEC)
+            if described is not None and (memfd := _open_memfd(*described)) is not None:
+                return Slab(memfd, os.fstat(memfd).st_size - DATA_OFFSET, path)
+            memfd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
             os.ftruncate(memfd, DATA_OFFSET + capacity_bytes)
             slab = Slab(memfd, capacity_bytes, path)
-            text = f"{os.getpid()} {memfd} {os.fstat(memfd).st_ino} {capacity_bytes}\n"
+            text = f"{os.getpid()} {memfd} {os.fstat(memfd).st_ino}\n"
             os.ftruncate(fd, 0)
             os.pwrite(fd, text.encode(), 0)
             slab.prefault_in_background()
@@ -260,7 +266,7 @@ def create_or_join(engine_id: str, capacity_bytes: int) -> Slab:
 
 def private(capacity_bytes: int) -> Slab:
     """A slab of this process alone, faulted in before it returns (for tests and benchmarks)."""
-    memfd = os.memfd_create("lmkv-slab", os.MFD_CLOEXEC)
+    memfd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
     os.ftruncate(memfd, DATA_OFFSET + capacity_bytes)
     slab = Slab(memfd, capacity_bytes, None)
     slab.prefault()
@@ -290,7 +296,13 @@ def _rendezvous_path(engine_id: str) -> Path:
     if not os.access(folder, os.W_OK):
         folder = Path(tempfile.gettempdir())
     name = hashlib.sha256(engine_id.encode()).hexdigest()[:24]
-    return folder / f"lmkv-{os.geteuid()}-{name}.slab"
+    return folder / f"{_rendezvous_prefix()}{name}.slab"
+
+
+def _rendezvous_prefix() -> str:
+    """Names the user and the PID namespace: containers may share a /dev/shm (docker --ipc=host), and
+    the process ids in one's files mean nothing in another."""
+    return f"lmkv-{os.geteuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def _lock(fd: int, deadline: float) -> bool:
@@ -313,19 +325,23 @@ def _same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def _parse(text: bytes) -> tuple[int, int, int, int] | None:
-    """(pid, fd, inode, capacity) from a rendezvous file, None if it holds nothing usable."""
+def _parse(text: bytes) -> tuple[int, int, int] | None:
+    """(pid, fd, inode) from a rendezvous file, None if it holds nothing usable."""
     parts = text.decode("ascii", "replace").split()
-    if len(parts) != 4 or not text.endswith(b"\n") or not all(part.isdigit() for part in parts):
+    if len(parts) != 3 or not text.endswith(b"\n") or not all(part.isdigit() for part in parts):
         return None
-    pid, fd, inode, capacity = (int(part) for part in parts)
-    return pid, fd, inode, capacity
+    pid, fd, inode = (int(part) for part in parts)
+    return pid, fd, inode
 
 
 def _open_memfd(pid: int, fd: int, inode: int) -> int | None:
     """Open another process's memfd, None if that process is gone."""
+    path = f"/proc/{pid}/fd/{fd}"
     try:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        # The number may have passed to another process: open nothing of it that is not a slab.
+        if not os.readlink(path).startswith(f"/memfd:{_MEMFD_NAME}"):
+            return None
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         return None
     except PermissionError as error:
@@ -341,7 +357,7 @@ def _open_memfd(pid: int, fd: int, inode: int) -> int | None:
 
 def _remove_stale(ours: Path) -> None:
     """Remove rendezvous files whose engine is gone."""
-    for path in ours.parent.glob(f"lmkv-{os.geteuid()}-*.slab"):
+    for path in ours.parent.glob(f"{_rendezvous_prefix()}*.slab"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -349,7 +365,7 @@ def _remove_stale(ours: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             described = _parse(os.pread(fd, 256, 0))
-            alive = _open_memfd(*described[:3]) if described is not None else None
+            alive = _open_memfd(*described) if described is not None else None
             if alive is not None:
                 os.close(alive)
             elif path != ours and _same_file(fd, path):

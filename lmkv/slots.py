@@ -23,7 +23,7 @@ class SlotAllocator:
     def __init__(self, capacity_bytes: int, sizes: Iterable[int]) -> None:
         """`sizes`: slot bytes of each class, multiples of `SLOT_ALIGNMENT`."""
         self.sizes = sorted(set(sizes))
-        self.extent_bytes = _extent_bytes(self.sizes)
+        self.extent_bytes = _extent_bytes(self.sizes, capacity_bytes)
         self.num_extents = capacity_bytes // self.extent_bytes
         #: Extents below this index may be used.
         self.usable_extents = self.num_extents
@@ -69,11 +69,15 @@ class SlotAllocator:
         self._free[size].extend(reversed(slots))
 
 
-def _extent_bytes(sizes: list[int]) -> int:
-    """The multiple of the largest slot that wastes the smallest share of any class."""
+def _extent_bytes(sizes: list[int], capacity_bytes: int) -> int:
+    """The multiple of the largest slot that wastes the smallest share of any class.
+
+    In a small slab extents are small too, so that every class can have two of them.
+    """
 
     def waste(extent: int) -> float:
         return max(extent % size / extent for size in sizes)
 
     largest = sizes[-1]
-    return min((largest * k for k in range(1, _MAX_SLOTS_PER_EXTENT + 1)), key=waste)
+    most = min(capacity_bytes // (largest * 2 * len(sizes)), _MAX_SLOTS_PER_EXTENT)
+    return min((largest * k for k in range(1, max(most, 1) + 1)), key=waste)

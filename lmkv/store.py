@@ -181,19 +181,21 @@ class Store:
         self._below = list(below)
         self._clock = clock
         self._log = RateLimitedLog()
-        self._chunk_bytes = {
-            group.to_bytes(GROUP_BYTES, "big"): size for group, size in chunk_bytes.items()
-        }
+        self._chunk_bytes = {group.to_bytes(GROUP_BYTES, "big"): size for group, size in chunk_bytes.items()}
         self._slots = SlotAllocator(slab.capacity_bytes, map(slot_bytes, chunk_bytes.values()))
         self.index = HostIndex(self._slots)
-        self._half_bytes = slab.capacity_bytes // 2
+        self._half_bytes = 0  # of the usable slab, see `_grow`
         self._slab_growing = True
         self._requests = 0
         self._ticket = 0
         self._promotions: dict[bytes, Promotion] = {}
+        #: Slot bytes of all promotions in flight; at most half the slab, so that a tier that hangs
+        #: in reads cannot take all of it.
+        self._promoting_bytes = 0
         self._unread: list[Promotion] = []
-        # Chunks being filled by the ranks: entry, ticket, and place in the order of the prompts.
-        self._stores: dict[bytes, tuple[Entry, int, int]] = {}
+        # Chunks being filled by the ranks: entry, ticket, place in the order of the prompts, and
+        # whose they are.
+        self._stores: dict[bytes, tuple[Entry, int, int, Request]] = {}
         self._stores_begun = 0
         self._loading: set[Request] = set()
         self._failed_seen = [rank.failed_count for rank in ranks]
@@ -231,7 +233,9 @@ class Store:
         ready = self.index.ready
         for entry in reversed(request.used):
             if ready.get(entry.key) is entry:
-                self.index.touch(entry, NO_OWNER)
+                # Another request that has used it since goes on protecting it from itself.
+                ours = entry.owner == request.number
+                self.index.touch(entry, NO_OWNER if ours else entry.owner)
         request.used.clear()
 
     def _less_busy(self, request: Request, count: int) -> None:
@@ -293,7 +297,7 @@ class Store:
             return Lookup.MISS
         promotion = self._promotions.get(key)
         if promotion is not None:
-            if self._overdue(request):
+            if promotion.below.reads.open or self._overdue(request):
                 return Lookup.MISS
             added = 0
             if request not in promotion.waiters:
@@ -329,7 +333,7 @@ class Store:
         chunk_bytes = self._chunk_bytes[key[-GROUP_BYTES:]]
         size = slot_bytes(chunk_bytes)
         entry = None
-        if request.promoted_bytes + size <= self._half_bytes:
+        if max(request.promoted_bytes, self._promoting_bytes) + size <= self._half_bytes:
             entry = self.index.reserve(key, chunk_bytes, request.number)
         if entry is None:
             self.metrics.add("lmkv_misses", 1, "no_room")
@@ -338,6 +342,7 @@ class Store:
         self._promotions[key] = promotion
         self._unread.append(promotion)
         request.promoted_bytes += size
+        self._promoting_bytes += size
         return self._defer(request, chunk_bytes)
 
     def _lease_hits(self, request: Request) -> None:
@@ -401,6 +406,8 @@ class Store:
         does not fit is dropped from the end of the prompt. Returns the accepted keys in the order
         given, and their transfer (None if there is nothing to copy).
         """
+        if self._window is not None:
+            self._lease_hits(self._window)  # a store must not evict what a lookup has just found
         ready, stores, promotions = self.index.ready, self._stores, self._promotions
         ordered = keys if position is None else sorted(keys, key=position)
         reserved: dict[bytes, Entry] = {}
@@ -410,7 +417,7 @@ class Store:
                 request.used.append(entry)
                 entry.owner = request.number
                 continue
-            if key in stores or key in promotions or not request.cacheable:
+            if key in stores or key in promotions or key in reserved or not request.cacheable:
                 continue
             if not request.store_stopped:
                 entry = self.index.reserve(key, self._chunk_bytes[key[-GROUP_BYTES:]], request.number)
@@ -426,7 +433,7 @@ class Store:
         transfer = self._transfer([reserved[key] for key in accepted])
         for key, entry in reserved.items():
             self._stores_begun += 1
-            stores[key] = (entry, transfer.ticket, self._stores_begun)
+            stores[key] = (entry, transfer.ticket, self._stores_begun, request)
         request.busy += len(reserved)
         return accepted, transfer
 
@@ -436,7 +443,7 @@ class Store:
         stored = bytes_stored = 0
         begun = [self._stores.pop(key) for key in keys if key in self._stores]
         # In the order of the prompt, so that a prefix lies in one piece below.
-        for entry, ticket, _ in sorted(begun, key=lambda store: store[2]):
+        for entry, ticket, _, _ in sorted(begun, key=lambda store: store[2]):
             if not success or ticket in self._failed_tickets or ticket <= self._all_failed_below:
                 self.index.abort(entry)
                 self.metrics.add("lmkv_skipped_stores", 1, "copy_failed")
@@ -467,7 +474,7 @@ class Store:
             self._log.warning("copy", "rank %d could not copy KV out of the engine; not stored", i)
         if self._failed_tickets:
             over = min(rank.watermark for rank in self._ranks)
-            in_use = {ticket for _, ticket, _ in self._stores.values()}
+            in_use = {ticket for _, ticket, _, _ in self._stores.values()}
             self._failed_tickets = {t for t in self._failed_tickets if t > over or t in in_use}
 
     def _write_through(self, below: Below, entry: Entry, request: Request) -> None:
@@ -533,6 +540,7 @@ class Store:
         final = self._slab.fully_faulted
         ready = self._slab.ready_bytes
         self._slots.usable_extents = min(ready // self._slots.extent_bytes, self._slots.num_extents)
+        self._half_bytes = ready // 2
         self._slab_growing = not final
         self.metrics.set("lmkv_ready_bytes", ready)
 
@@ -543,6 +551,11 @@ class Store:
         evicted = self.index.evictions - self.metrics.get("lmkv_evictions")
         if evicted:
             self.metrics.add("lmkv_evictions", evicted)
+        for below in self._below:
+            trips = below.reads.trips + below.writes.trips
+            counted = self.metrics.get("lmkv_breaker_trips", below.name)
+            if trips > counted:
+                self.metrics.add("lmkv_breaker_trips", trips - counted, below.name)
 
     @property
     def pending_writes(self) -> int:
@@ -574,6 +587,7 @@ class Store:
         for promotion, status in zip(batch, statuses, strict=True):
             entry = promotion.entry
             size = slot_bytes(entry.chunk_bytes)
+            self._promoting_bytes -= size
             if not promotion.stale:
                 del self._promotions[entry.key]
             if status != Status.OK or promotion.stale:
@@ -635,10 +649,7 @@ class Store:
         if job.error is not None:
             self._log.warning(below.name, "the %s tier failed: %r", below.name, job.error)
             statuses = [Status.UNAVAILABLE] * len(job.tag)
-        healthy = Status.UNAVAILABLE not in statuses
-        executor.report(healthy)
-        if not healthy:
-            self.metrics.add("lmkv_breaker_trips", 1, below.name)
+        executor.report(Status.UNAVAILABLE not in statuses)
         return statuses
 
     # --- reset and end --------------------------------------------------------------------------
@@ -661,7 +672,10 @@ class Store:
             self._release(request)
         # vLLM before 0.33 never completes jobs that are in flight now: their slots are parked
         # until the ranks have finished every transfer up to the present ticket.
-        parked = [entry for entry, _, _ in self._stores.values()]
+        parked = []
+        for entry, _, _, request in self._stores.values():
+            parked.append(entry)
+            self._less_busy(request, 1)
         self._stores.clear()
         for request in self._loading:
             parked.extend(request.loading.values())
@@ -688,8 +702,11 @@ class Store:
                 self.index.release(entry)
         self._parked = still
 
-    def close(self) -> None:
-        """Write out what is queued, within `FLUSH_S`, and close the tiers."""
+    def close(self) -> bool:
+        """Write out what is queued, within `FLUSH_S`, and close the tiers.
+
+        False when a tier still hangs in a job: the slab must stay mapped then.
+        """
         self.close_window()
         deadline = time.monotonic() + FLUSH_S
         while any(b.queue or b.writes.pending for b in self._below):
@@ -698,10 +715,13 @@ class Store:
                 self._log.warning("flush", "shutting down with %d chunks unwritten", self.pending_writes)
                 break
             self.end_step()
+        quiet = True
         for below in self._below:
-            below.reads.close(1.0)
-            below.writes.close(1.0)
-            below.tier.close()
+            stopped = [executor.close(1.0) for executor in (below.reads, below.writes)]
+            if all(stopped):
+                below.tier.close()
+            quiet = quiet and all(stopped)
+        return quiet
 
 
 def _batches(promotions: list[Promotion], limit: int) -> list[list[Promotion]]:

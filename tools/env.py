@@ -100,6 +100,8 @@ def build(name: str, path: Path) -> None:
     if name == "vllm-cuda":
         # The user's own packages, visible but not changed; addsitedir also reads their .pth files.
         own = sysconfig.get_path("purelib")
+        # Python 3.11 puts its setuptools into a venv, where it would hide the one that the engine pins.
+        pip(python, "uninstall", "-qq", "-y", "setuptools")
         (site / "engine.pth").write_text(f"import site; site.addsitedir({own!r})\n")
     for requirement in REQUIREMENTS[name]:
         pip(python, "install", "-qq", "-r", str(CHECKOUT / "requirements" / requirement))

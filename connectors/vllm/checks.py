@@ -99,7 +99,7 @@ def check_groups(kv_cache_config: KVCacheConfig, config: Config) -> None:
     if config.vllm.blocks_per_chunk > 1 and not plain:
         raise ConfigError(
             "[vllm] blocks_per_chunk",
-            f"{config.vllm.blocks_per_chunk} blocks a chunk work only for models with one full-attention group; "
-            f"this one has {len(groups)} KV group(s), not all of them full attention.",
+            f"{config.vllm.blocks_per_chunk} blocks a chunk work only for models with one full-attention "
+            f"group; this one has {len(groups)} KV group(s), not all of them full attention.",
             "set it to 1.",
         )

@@ -53,7 +53,7 @@ def hash_seed(algorithm: str) -> str:
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
-    return resolve_none_hash_seed(get_hash_fn_by_name(algorithm))
+    return str(resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
 
 
 def cpu_block_order(layer: Any) -> str:
@@ -67,5 +67,3 @@ def backend_name(layer: Any) -> str:
     if backend is None and hasattr(layer, "get_attn_backend"):
         backend = layer.get_attn_backend()
     return str(getattr(backend, "__name__", type(layer).__name__))
-
-

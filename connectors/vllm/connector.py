@@ -28,7 +28,9 @@ from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
 from lmkv.store import Below, Store
 from lmkv.tier import open_tier
 
-logger = logging.getLogger("vllm.lmkv")
+logger = logging.getLogger(__name__)
+# vLLM sets up only its own logger; lmkv's messages go where vLLM's go.
+logging.getLogger("lmkv").parent = logging.getLogger("vllm")
 
 #: Read jobs are 16 MiB: this is half of a slab of 128 GiB.
 _MAX_READ_JOBS = 4096
@@ -133,12 +135,13 @@ def _open_store(
     sizes = [sum(rank_pieces) for rank_pieces in zip(*pieces, strict=True)]
     chunk_bytes = {group.group_id: size for group, size in zip(offloading.groups, sizes, strict=True)}
     classes = {slot_bytes(size) for size in sizes}
-    if slab.capacity_bytes < _MIN_SLOTS * sum(classes):
+    least = _MIN_SLOTS * len(classes) * max(classes)
+    if slab.capacity_bytes < least:
         raise ConfigError(
             "[host] capacity",
             f"{slab.capacity_bytes} bytes hold fewer than {_MIN_SLOTS} chunks of this model "
             f"({', '.join(f'{size} bytes' for size in sorted(classes))}).",
-            f"set it to {_MIN_SLOTS * sum(classes)} bytes or more.",
+            f"set it to {least} bytes or more.",
         )
     namespace = namespace_of(vllm_config, offloading, config, [rank.fingerprint for rank in ranks])
     bytes_per_token = sum(

@@ -36,7 +36,6 @@ _RESULTS = {
 }
 
 
-
 def _find_nothing(_: object) -> None:
     return None
 
@@ -52,7 +51,7 @@ def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
         def guard(self: "LMKVManager", *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001  # the boundary: no fault of lmkv's may fail a request
+            except Exception:  # the boundary: no fault of lmkv's may fail a request
                 self.metrics.add("lmkv_errors", 1, call.__name__)
                 self.log.warning(call.__name__, "error in %s", call.__name__, exc_info=True)
                 return default()
@@ -185,8 +184,11 @@ class LMKVManager(OffloadingManager):
 
     @guarded(lambda: None)
     def reset_cache(self) -> None:
-        """See `OffloadingManager` and `Store.reset`."""
+        """See `OffloadingManager` and `Store.reset`. Requests that are alive now hold KV computed
+        before the reset, so they stay out of the cache until they end."""
         self._context = None
+        for request in self._requests.values():
+            request.cacheable = False
         self._store.reset()
 
     @guarded(lambda: None)
@@ -206,5 +208,5 @@ class LMKVManager(OffloadingManager):
     @guarded(lambda: None)
     def shutdown(self) -> None:
         """Write out what is queued and give the memory back."""
-        self._store.close()
-        self._slab.close()
+        if self._store.close():
+            self._slab.close()
