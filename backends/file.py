@@ -219,6 +219,7 @@ class _Piece(NamedTuple):
     parts: list[memoryview]
     rows: list[Row]
     again: bool  # reinserted
+    outcome: list[Status]  # one status in the end, for other threads with the same keys
 
 
 class _Wanted(NamedTuple):
@@ -293,7 +294,7 @@ class FileTier(Tier):
         self._active: int | None = None
         self._active_file: SegmentFile | None = None
         self._tail = 0  # bytes
-        self._in_flight: set[bytes] = set()  # keys that are being written
+        self._in_flight: dict[bytes, list[Status]] = {}  # outcomes to come, by key
         self._landed = threading.Condition(self._write_lock)
         self._unwritten: Counter[int] = Counter()  # by segment, chunks that are being written
         self._full: deque[int] = deque()  # oldest first
@@ -359,6 +360,7 @@ class FileTier(Tier):
             elif writer and 0 < buffer.nbytes <= self.max_chunk_bytes:
                 fresh.setdefault(key, buffer)
         results: dict[bytes, Status] = {}
+        elsewhere: dict[bytes, list[Status]] = {}
         items = list(fresh.items())
         # The runs of a batch, as if they lay on disk already; each is hashed before the lock is taken.
         ends = list(accumulate((record_blocks(buffer.nbytes) for _, buffer in items), initial=1))
@@ -369,17 +371,17 @@ class FileTier(Tier):
                 for block, (key, buffer) in zip(self._scratch.blocks, items[run], strict=False)
             ]
             with self._write_lock:
-                outcome, pieces = self._reserve(records)
-            results |= outcome
+                decided, pieces = self._reserve(records, elsewhere)
+            results |= decided
             for piece in pieces:
                 results |= self._write(piece)
-        if waiting := fresh.keys() - results.keys():  # another thread is writing them
+        if elsewhere:  # another thread is writing these
             with self._landed:
-                self._landed.wait_for(lambda: self._in_flight.isdisjoint(waiting))
-            results |= {key: Status.OK if self.has(key) else Status.UNAVAILABLE for key in waiting}
+                self._landed.wait_for(lambda: all(elsewhere.values()))
+            results |= {key: outcome[0] for key, outcome in elsewhere.items()}
         for position, key in enumerate(keys):
             statuses[position] = results.get(key, statuses[position])
-        stored = sum(results[key] is Status.OK for key in fresh.keys() - waiting)
+        stored = sum(results[key] is Status.OK for key in fresh.keys() - elsewhere.keys())
         self._count(rejected=statuses.count(Status.REJECTED), put_dedup=statuses.count(Status.OK) - stored)
         return statuses
 
@@ -515,16 +517,17 @@ class FileTier(Tier):
             np.frombuffer(payload, np.uint8)[: buffer.nbytes] = np.frombuffer(buffer, np.uint8)
         return _Record(key, (block, payload), buffer.nbytes, now)
 
-    def _reserve(self, records: list[_Record]) -> tuple[dict[bytes, Status], list[_Piece]]:
+    def _reserve(
+        self, records: list[_Record], elsewhere: dict[bytes, list[Status]]
+    ) -> tuple[dict[bytes, Status], list[_Piece]]:
         """Take space for records, in as many segments as it takes.
 
-        Returns the status by key of those that are not to be written, and the pieces to write; about
-        those that another thread is writing, nothing.
+        Returns the status by key of those that are not to be written, and the pieces to write. Adds
+        to `elsewhere` those that another thread is writing.
         """
         results = {record.key: Status.OK for record in records if self.has(record.key)}
-        records = [
-            record for record in records if record.key not in results and record.key not in self._in_flight
-        ]
+        elsewhere |= {r.key: self._in_flight[r.key] for r in records if r.key in self._in_flight}
+        records = [r for r in records if r.key not in results and r.key not in elsewhere]
         pieces: list[_Piece] = []
         at = 0
         status = Status.OK if self._journal is not None else Status.REJECTED
@@ -559,9 +562,10 @@ class FileTier(Tier):
             rows.append(Row(self._active, generation, record.key, offset, record.length, time_s))
             self._tail += record_blocks(record.length) * BLOCK_BYTES
         self._unwritten[self._active] += len(rows)
-        self._in_flight.update(row.key for row in rows)
+        outcome: list[Status] = []
+        self._in_flight |= dict.fromkeys((row.key for row in rows), outcome)
         parts = [part for record in batch for part in record.parts]
-        return _Piece(self._active_file, start, self._tail, parts, rows, again)
+        return _Piece(self._active_file, start, self._tail, parts, rows, again, outcome)
 
     def _write(self, piece: _Piece) -> dict[bytes, Status]:
         """Write a piece by one system call, make it durable, journal it, offer its chunks.
@@ -580,8 +584,6 @@ class FileTier(Tier):
         segment = piece.rows[0].segment
         with self._write_lock:
             self._unwritten[segment] -= len(piece.rows)
-            self._in_flight.difference_update(row.key for row in piece.rows)
-            self._landed.notify_all()
             if status is Status.OK and not self._journal_rows(PUT, piece.rows, sync=False):
                 status = Status.UNAVAILABLE
             if status is Status.OK:
@@ -593,6 +595,10 @@ class FileTier(Tier):
                     self._counters["reinserted" if piece.again else "put_chunks"] += len(piece.rows)
             elif self._active == segment and self._tail == piece.end:
                 self._tail = piece.start  # the next batch goes to the same place
+            for row in piece.rows:
+                del self._in_flight[row.key]
+            piece.outcome.append(status)
+            self._landed.notify_all()
         return dict.fromkeys((row.key for row in piece.rows), status)
 
     def _roll(self, pieces: list[_Piece]) -> Status:

@@ -44,8 +44,8 @@ BARS = {
     "file store, busy / idle": 0.75,
 }
 CHUNKS, CHUNK_BYTES = 100_000, 4096
-#: Capacity of the tier in rounds: large enough for segments like a real one's (128 MiB at 1 GiB a round).
-CAPACITY_ROUNDS = 8
+#: Capacity of the tier in rounds: large enough for segments like a real one's (128 MiB at 2 GiB a round).
+CAPACITY_ROUNDS = 4
 HAVE_FIO = shutil.which("fio") is not None
 
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dir", type=Path, help="where to make a directory; default: $TMPDIR")
     parser.add_argument("--sizes", default="2097152,262144,8388608", help="chunk sizes in bytes")
-    parser.add_argument("--total", type=int, default=2**30, help="bytes moved per round")
+    parser.add_argument("--total", type=int, default=2 * 2**30, help="bytes moved per round")
     parser.add_argument("--batch", type=int, default=32 * 2**20, help="bytes per call of put or get")
     parser.add_argument("--threads", type=int, default=4, help="threads that call put or get")
     parser.add_argument("--rounds", type=int, default=5)

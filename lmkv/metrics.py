@@ -122,10 +122,10 @@ hit although nothing had to be loaded for them.
 
 `reason` of `lmkv_misses`: `deadline` (it did not come in time), `no_room` (all slots leased, or the request's
 half of the slab is full), `corrupt`, `unavailable` (I/O error), `miss` (recycled meanwhile), `rejected` (too
-many reads queued), `reset`. A chunk counts each time the engine asks for it; one that lies nowhere does not count.
+many reads queued), `reset`. A chunk counts each time the engine asks for it; one that lies nowhere does not.
 
 `reason` of `lmkv_skipped_stores`: `slab_full`, `copy_failed` (between block and slot), and below the host
-tier `write_queue_full`, `breaker_open`, `unavailable`, `rejected` (no room, or another process is the writer).
+tier `write_queue_full`, `breaker_open`, `unavailable`, `rejected` (no room, or another process writes).
 """
 
 

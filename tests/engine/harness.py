@@ -276,12 +276,13 @@ class Served:
         if self.in_process:
             values = self.connector._manager.metrics.values
             return {":".join((name, *labels)): value for (name, labels), value in values.items()}
+        from prometheus_client import REGISTRY
+
         found = {}
-        for metric in self.llm.get_metrics():
-            name = metric.name.removeprefix("vllm:")
-            labels = [value for label, value in metric.labels.items() if label in ("tier", "reason", "kind")]
-            if name.startswith("lmkv_"):
-                found[":".join((name, *labels))] = metric.value
+        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
+            if sample.name.startswith("lmkv_") and not sample.name.endswith("_created"):
+                labels = [value for label, value in sample.labels.items() if label in ("tier", "reason", "kind")]
+                found[":".join((sample.name.removesuffix("_total"), *labels))] = sample.value
         return found
 
     def vllm_metrics(self) -> dict[str, float]:

@@ -83,20 +83,20 @@ def test_reset_while_chunks_are_read(start: Any, expected: Any, tmp_path: Path) 
 
 def test_kill_during_stores(start: Any, reference: Any, tmp_path: Path) -> None:
     """SIGKILL at some point of a stream of writes. What was written is served, and is right."""
-    prompts = [prompt(seed, 330) for seed in range(10, 30)]
-    for kill_after in (1, 7, 14):
+    prompts = [prompt(seed, 330) for seed in range(10, 20)]
+    for kill_after in (1, 6):
         with start(MODEL, settings(tmp_path), **OPTIONS) as engine:
             for ids in prompts[:kill_after]:
                 engine.generate([ids])
-            engine.send("generate", [[ids] for ids in prompts[kill_after:]][0])
+            engine.send("generate", prompts[kill_after:])
             engine.kill()
     leftovers = [name for name in os.listdir("/dev/shm") if "lmkv" in name]
     assert leftovers == []
     with start(MODEL, settings(tmp_path), **OPTIONS) as engine, engine.counting() as after:
-        for ids in prompts[:14]:
+        for ids in prompts:
             same(engine.generate([ids]), reference(MODEL, [ids], **OPTIONS))
-    # All but the requests whose writes the last kill met, whose number is not known.
-    assert after["lmkv_hit_tokens:file"] >= 12 * HIT
+    # How much of the last requests before a kill was written is not known.
+    assert after["lmkv_hit_tokens:file"] >= 5 * HIT
     assert after["lmkv_misses:corrupt"] == 0
 
 
@@ -150,13 +150,14 @@ def test_a_hanging_tier(start: Any, expected: Any, reference: Any, tmp_path: Pat
         counters = engine.counters()
         assert counters["lmkv_misses:deadline"] >= 1
         assert "lmkv_hit_tokens:file" not in counters
-        other = prompt(2, 330)
-        before = engine.counters()
-        same(engine.generate([other, other[:100]]), reference(MODEL, [other, other[:100]], **OPTIONS))
-        engine.reset_prefix_cache()
-        same(engine.generate([IDS[:200]]), reference(MODEL, [IDS[:200]], **OPTIONS))
-        assert engine.counters()["lmkv_misses:deadline"] == before["lmkv_misses:deadline"]
-        assert not any(name.startswith("lmkv_errors") for name in engine.counters())
+        # After a pause one more request may probe the tier, and waits no longer than the first.
+        for asked in (prompt(2, 330), IDS[:200]):
+            engine.reset_prefix_cache()
+            same(engine.generate([asked]), reference(MODEL, [asked], **OPTIONS))
+        after = engine.counters()
+        assert after["lmkv_misses:deadline"] <= counters["lmkv_misses:deadline"] + 1
+        assert "lmkv_hit_tokens:file" not in after
+        assert not any(name.startswith("lmkv_errors") for name in after)
         engine.kill()  # the hanging thread would hold up a clean exit's flush
 
 
