@@ -272,14 +272,13 @@ class FileTier(Tier):
         return cls(Path(table.path), resolve_file_capacity(table))
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
-        self._info = TierInfo("file", capacity_bytes, True, True, BLOCK_BYTES)
         self._counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._directory = Directory(path, capacity_bytes)
         #: Whether reads and writes bypass the page cache.
         self.direct = self._directory.direct
         self._segment_bytes = self._directory.segment_bytes
-        #: The longest chunk that `put` takes.
-        self.max_chunk_bytes = self._segment_bytes - BLOCK_BYTES
+        longest = self._segment_bytes - BLOCK_BYTES
+        self._info = TierInfo("file", capacity_bytes, True, True, BLOCK_BYTES, longest)
         self._max_chunks = max_chunks_for(capacity_bytes)
         self._lock = threading.Lock()  # the index; never held over I/O
         self._write_lock = threading.RLock()  # everything below; taken before _lock
@@ -357,7 +356,7 @@ class FileTier(Tier):
         for position, (key, buffer) in enumerate(zip(keys, buffers, strict=False)):
             if self.has(key):
                 statuses[position] = Status.OK
-            elif writer and 0 < buffer.nbytes <= self.max_chunk_bytes:
+            elif writer and 0 < buffer.nbytes <= self._info.max_chunk_bytes:
                 fresh.setdefault(key, buffer)
         results: dict[bytes, Status] = {}
         elsewhere: dict[bytes, list[Status]] = {}

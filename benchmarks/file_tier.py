@@ -2,8 +2,8 @@
 
     python -m benchmarks.file_tier [--dir D] [--sizes 2097152,...] [--json build/bench/file_tier.json]
 
-Chunks lie in one slab of huge pages and are moved by threads that each call `put` or `get` with a
-batch, as the executor does; checksums are on, the page cache is bypassed. fio runs before and after
+Chunks lie in one slab of huge pages and are moved through the executor, with the store's numbers of
+threads and sizes of batches; checksums are on, the page cache is bypassed. fio runs before and after
 every measured round (A-B-A) with O_DIRECT, psync, 4 jobs, huge pages, the same block size and bytes;
 io_uring is recorded beside it. Ratios are medians over the rounds and come first: the absolute
 figures are the machine's.
@@ -16,7 +16,6 @@ import json
 import math
 import mmap
 import os
-import queue
 import shutil
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ import numpy as np
 from benchmarks.report import Row, write
 from lmkv import slab as slabs
 from lmkv.backends.file import FileTier
-from lmkv.tier import Status
+from lmkv.executor import ThreadedExecutor
+from lmkv.store import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 
 HUGE_PAGE_BYTES = 2 * 2**20
 #: The project's bars on the ratios for chunks of 2 MiB.
@@ -99,29 +100,20 @@ def busy_thread() -> Iterator[None]:
         thread.join()
 
 
-def move(operation: Any, keys: list[bytes], buffers: list[memoryview], per_batch: int, threads: int) -> float:
-    """GB/s of moving all chunks by `threads` threads, batch by batch. Every status must be OK."""
-    work: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for first in range(0, len(keys), per_batch):
-        work.put(first)
-    failed: list[Status] = []
-
-    def run() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                first = work.get_nowait()
-                part = slice(first, first + per_batch)
-                failed.extend(status for status in operation(keys[part], buffers[part]) if status)
-
-    pool = [threading.Thread(target=run) for _ in range(threads)]
+def move(operation: Any, keys: list[bytes], buffers: list[memoryview], executor: ThreadedExecutor) -> float:
+    """GB/s of moving all chunks through the executor, in batches as large as the store's. Every
+    status must be OK."""
+    limit = WRITE_BATCH_BYTES if operation.__name__ == "put" else READ_BATCH_BYTES
+    per_batch = max(1, limit // buffers[0].nbytes)
     start = time.perf_counter()
-    for thread in pool:
-        thread.start()
-    for thread in pool:
-        thread.join()
+    for first in range(0, len(keys), per_batch):
+        part = slice(first, first + per_batch)
+        assert executor.submit(partial(operation, keys[part], buffers[part]), None, 60.0)
+    assert executor.drain(600.0)
     seconds = time.perf_counter() - start
-    if failed:
-        raise SystemExit(f"a chunk was not moved: {failed[0]!r}")
+    for job in executor.poll():
+        if job.error is not None or any(job.result):
+            raise SystemExit(f"a chunk was not moved: {job.error or job.result}")
     return sum(buffer.nbytes for buffer in buffers) / seconds / 1e9
 
 
@@ -135,7 +127,8 @@ def median_row(op: str, size: int, pairs: list[tuple[float, float]]) -> Row:
 def bandwidth(directory: Path, memory: memoryview, size: int, args: argparse.Namespace) -> list[Row]:
     """Store and load of chunks of one size: against fio, and beside a busy thread against idle."""
     buffers = [memory[i : i + size] for i in range(0, memory.nbytes - size + 1, size)]
-    per_batch = max(1, args.batch // size)
+    reads = ThreadedExecutor("read", READ_THREADS, 10_000)
+    writes = ThreadedExecutor("write", WRITE_THREADS, 10_000)
     tier = FileTier.open(
         {"path": str(directory / f"tier-{size}"), "capacity": CAPACITY_ROUNDS * memory.nbytes}
     )
@@ -147,7 +140,9 @@ def bandwidth(directory: Path, memory: memoryview, size: int, args: argparse.Nam
         nonlocal newest
         newest += len(buffers) if operation == "write" else 0
         keys = [key(newest + i) for i in range(len(buffers))]
-        return move(tier.put if operation == "write" else tier.get, keys, buffers, per_batch, args.threads)
+        if operation == "write":
+            return move(tier.put, keys, buffers, writes)
+        return move(tier.get, keys, buffers, reads)
 
     def limit(operation: str, *, uring: bool = False) -> float:
         return fio(files, operation, size, memory.nbytes, uring=uring) if HAVE_FIO else math.nan
@@ -175,6 +170,8 @@ def bandwidth(directory: Path, memory: memoryview, size: int, args: argparse.Nam
     for _ in range(args.rounds):
         samples.setdefault("file store, evicting read chunks", []).append((measure("write"), limit("write")))
     assert tier.direct, "O_DIRECT does not work here: these figures are the page cache's"
+    reads.close(1.0)
+    writes.close(1.0)
     tier.close()
     shutil.rmtree(directory / f"tier-{size}")
     shutil.rmtree(files)
@@ -235,8 +232,6 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where to make a directory; default: $TMPDIR")
     parser.add_argument("--sizes", default="2097152,262144,8388608", help="chunk sizes in bytes")
     parser.add_argument("--total", type=int, default=2 * 2**30, help="bytes moved per round")
-    parser.add_argument("--batch", type=int, default=32 * 2**20, help="bytes per call of put or get")
-    parser.add_argument("--threads", type=int, default=4, help="threads that call put or get")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-bookkeeping", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("build/bench/file_tier.json"))

@@ -38,9 +38,13 @@ DEFER_S = 0.25
 DEFER_BYTES_PER_S = 0.5e9
 #: Bytes of one read job: several run at once and keep a disk busy, each large enough that the
 #: GIL is passed around rarely (see docs/performance.md).
-READ_BATCH_BYTES = 16 << 20
-#: Bytes of one write job. One job runs at a time, so that a prefix lands in one piece.
+READ_BATCH_BYTES = 8 << 20
+READ_THREADS = 6
+#: Bytes of one write job. While one runs, the next is only started once it is full: what comes in
+#: slowly is written in few large pieces, what comes in fast by several threads.
 WRITE_BATCH_BYTES = 64 << 20
+#: While one job is flushed and one hashed, the third keeps the disk busy.
+WRITE_THREADS = 3
 #: A batch that takes longer than this plus its bytes at DEFER_BYTES_PER_S trips the breaker.
 TIER_DEADLINE_S = 5.0
 #: How long a clean shutdown waits for queued writes.
@@ -85,6 +89,8 @@ class Below:
     #: Chunks queued or being written, and the bytes of their slots.
     writing_chunks: int = 0
     writing_bytes: int = 0
+    #: Slot bytes that are queued and not yet in a write job.
+    queued_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -487,6 +493,7 @@ class Store:
             self.index.lease(entry)
             request.busy += 1
             below.queue.append((entry, request))
+            below.queued_bytes += size
             below.writing_chunks += 1
             below.writing_bytes += size
 
@@ -508,8 +515,9 @@ class Store:
                 if request.offered or request.deadline is None or now > request.deadline:
                     self._end_wait(request)
         for below in self._below:
-            if below.queue and not below.writes.pending:
-                self._submit_write(below)
+            while below.queue and (not below.writes.pending or below.queued_bytes >= WRITE_BATCH_BYTES):
+                if not self._submit_write(below):
+                    break
         self._update_gauges()
 
     def poll(self) -> None:
@@ -612,20 +620,29 @@ class Store:
             self.metrics.add("lmkv_loaded_chunks", loaded, below.name)
             self.metrics.add("lmkv_loaded_bytes", bytes_loaded, below.name)
 
-    def _submit_write(self, below: Below) -> None:
+    def _submit_write(self, below: Below) -> bool:
+        """Start one write job; False when the executor takes no more now."""
         batch: list[tuple[Entry, Request]] = []
         size = 0
         while below.queue and size < WRITE_BATCH_BYTES:
-            entry, request = below.queue.popleft()
-            batch.append((entry, request))
-            size += entry.chunk_bytes
+            batch.append(below.queue.popleft())
+            size += batch[-1][0].chunk_bytes
         keys = [self._tier_key(entry.key) for entry, _ in batch]
         buffers = [self._buffer(entry) for entry, _ in batch]
         deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
-        if not below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
-            batch.extend(below.queue)
-            below.queue.clear()
-            self._finish_write(below, batch, [Status.REJECTED] * len(batch))
+        if below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
+            below.queued_bytes -= sum(slot_bytes(entry.chunk_bytes) for entry, _ in batch)
+            return True
+        below.queue.extendleft(reversed(batch))
+        if below.writes.open:
+            self._drop_queue(below)
+        return False
+
+    def _drop_queue(self, below: Below) -> None:
+        queued = list(below.queue)
+        below.queue.clear()
+        below.queued_bytes = 0
+        self._finish_write(below, queued, [Status.REJECTED] * len(queued))
 
     def _finish_write(self, below: Below, batch: list[tuple[Entry, Request]], statuses: list[Status]) -> None:
         stored = bytes_stored = 0
@@ -665,9 +682,7 @@ class Store:
             promotion.stale = True
         self._promotions.clear()
         for below in self._below:
-            queued = list(below.queue)
-            below.queue.clear()
-            self._finish_write(below, queued, [Status.REJECTED] * len(queued))
+            self._drop_queue(below)
         for request in list(self._waiting):
             self._release(request)
         # vLLM before 0.33 never completes jobs that are in flight now: their slots are parked

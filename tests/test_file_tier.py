@@ -164,8 +164,8 @@ def test_unaligned_memory_bounces_and_aligned_does_not(open_tier: Open) -> None:
 
 def test_too_long_and_empty_chunks_are_rejected(open_tier: Open) -> None:
     tier = open_tier()
-    assert tier.max_chunk_bytes == 8 * MiB - 4096
-    assert put(tier, [1], tier.max_chunk_bytes + 1) == [REJECTED]
+    assert tier.info.max_chunk_bytes == 8 * MiB - 4096
+    assert put(tier, [1], tier.info.max_chunk_bytes + 1) == [REJECTED]
     assert tier.put([key(1)], [memoryview(b"")]) == [REJECTED]
     assert counters(tier)["rejected"] == 2 and tier.stats().chunks == 0
 

@@ -25,17 +25,15 @@ from lmkv.connectors.vllm.spec import LMKVOffloadingSpec
 from lmkv.executor import ThreadedExecutor
 from lmkv.slab import RankArea, Slab, SlabError, create_or_join
 from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
-from lmkv.store import Below, Store
+from lmkv.store import READ_THREADS, WRITE_THREADS, Below, Store
 from lmkv.tier import open_tier
 
 logger = logging.getLogger(__name__)
 # vLLM sets up only its own logger; lmkv's messages go where vLLM's go.
 logging.getLogger("lmkv").parent = logging.getLogger("vllm")
 
-#: Read jobs are 16 MiB: this is half of a slab of 128 GiB.
+#: Read jobs are 8 MiB: this is half of a slab of 64 GiB.
 _MAX_READ_JOBS = 4096
-#: Enough to keep an NVMe disk busy while one of them waits for the GIL.
-_READ_THREADS = 4
 #: Ranks register before vLLM builds its scheduler; this only bounds a rank that died meanwhile.
 _RANKS_TIMEOUT_S = 60.0
 #: Fewer slots than this per size class could never hold a chunk that is read and one that is written.
@@ -182,8 +180,8 @@ def _open_file(config: Config, largest_chunk: int, bytes_per_token: float) -> Be
     _announce("file", tier.info.capacity_bytes, bytes_per_token, str(config.file.path))
     return Below(
         tier=tier,
-        reads=ThreadedExecutor("file-read", _READ_THREADS, _MAX_READ_JOBS),
-        writes=ThreadedExecutor("file-write", 1, 1),
+        reads=ThreadedExecutor("file-read", READ_THREADS, _MAX_READ_JOBS),
+        writes=ThreadedExecutor("file-write", WRITE_THREADS, WRITE_THREADS),
     )
 
 

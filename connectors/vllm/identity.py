@@ -1,10 +1,12 @@
 """The namespace of one vLLM engine."""
 
 import hashlib
+import json
 import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -15,6 +17,8 @@ from lmkv.identity import weights_digest
 from lmkv.keys import Namespace
 
 logger = logging.getLogger(__name__)
+
+_NOT_CONTENT = {"_name_or_path", "transformers_version"}
 
 
 def namespace_of(
@@ -43,7 +47,7 @@ def namespace_of(
             "weights": weights,
             "revision": str(model.revision),
             # The effective config: RoPE scaling, sliding window and overrides from flags included.
-            "config": hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest(),
+            "config": _config_digest(model.hf_config.to_dict()),
             "quantization": str(model.quantization),
             "weights_dtype": str(model.dtype),
             "kv_dtype": offloading.model.dtype,
@@ -57,6 +61,18 @@ def namespace_of(
             "hash_seed": compat.hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
         }
     )
+
+
+def _config_digest(config: dict[str, Any]) -> str:
+    """SHA-256 of the effective config, without where the model lies and who wrote the file."""
+
+    def content(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: content(v) for k, v in value.items() if k not in _NOT_CONTENT}
+        return value
+
+    text = json.dumps(content(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _weights(vllm_config: VllmConfig) -> str | None:

@@ -16,16 +16,24 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Options that every engine here gets. float32: in bfloat16 a prefill that is cut in another place
 #: may answer with other tokens, with or without a cache.
-OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "disable_log_stats": False, "seed": 0}
+OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 2048,
+    "disable_log_stats": False,
+    "seed": 0,
+}
 #: An answer this late means that the child hangs: whole engines start within it on a loaded machine.
 REPLY_TIMEOUT_S = 300
+#: Labels that each of vLLM's metrics has.
+_EVERYWHERE = ("model_name", "engine")
 
 
 class EngineError(Exception):
@@ -36,8 +44,8 @@ class Engine:
     """A vLLM engine in a child process. Use it as a context manager.
 
     `lmkv`: lmkv's settings, None for an engine without it. `faults`: names of `FAULTS`, put in before the
-    engine starts. `processes`: let vLLM run its scheduler and ranks in processes of their own. `checked`:
-    at a clean exit, call `check`.
+    engine starts. `processes`: let vLLM run its scheduler and ranks in processes of their own.
+    A clean exit ends with `check`.
     """
 
     def __init__(
@@ -50,11 +58,9 @@ class Engine:
         processes: bool = False,
         cpus: str = "0-1",
         faults: dict[str, Any] | None = None,
-        checked: bool = True,
         **options: Any,
     ) -> None:
         self.lmkv = lmkv is not None
-        self.checked = checked
         if lmkv is not None:
             transfer = {
                 "kv_connector": "LMKVConnector",
@@ -91,7 +97,7 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None and self.child.poll() is None:
-            if self.lmkv and self.checked:
+            if self.lmkv:
                 self.check()
             self._call("stop")
             self.child.wait(timeout=60)
@@ -265,7 +271,7 @@ class Served:
     def forgive_errors(self) -> float:
         """Take injected errors out of what `Engine.check` looks at; returns how many there were."""
         values = self.connector._manager.metrics.values
-        return sum(values.pop(series) for series in list(values) if series[0] == "lmkv_errors")
+        return float(sum(values.pop(series) for series in list(values) if series[0] == "lmkv_errors"))
 
     def reset_prefix_cache(self, connector: bool = False, running: bool = False) -> bool:
         """Empty the engine's own prefix cache, and with `connector` also what lmkv holds."""
@@ -281,7 +287,7 @@ class Served:
         found = {}
         for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
             if sample.name.startswith("lmkv_") and not sample.name.endswith("_created"):
-                labels = [value for label, value in sample.labels.items() if label in ("tier", "reason", "kind")]
+                labels = [sample.labels[name] for name in ("tier", "reason", "kind") if name in sample.labels]
                 found[":".join((sample.name.removesuffix("_total"), *labels))] = sample.value
         return found
 
@@ -290,8 +296,8 @@ class Served:
         found = {}
         for metric in self.llm.get_metrics():
             if hasattr(metric, "value"):
-                labels = [value for label, value in metric.labels.items() if label not in ("model_name", "engine")]
-                found[":".join((metric.name.removeprefix("vllm:"), *labels))] = metric.value
+                labels = {name: value for name, value in metric.labels.items() if name not in _EVERYWHERE}
+                found[":".join((metric.name.removeprefix("vllm:"), *labels.values()))] = metric.value
         return found
 
     def break_(self, name: str, argument: Any) -> None:
@@ -396,7 +402,7 @@ def _store_works(name: str) -> None:
     _replace(Store, name, None)
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[Any], None]] = {
     "tier_sleeps": _tier_sleeps,
     "system_call_fails": _system_call_fails,
     "copies_wait": _copies_wait,
@@ -419,9 +425,10 @@ def full_hit(tokens: int, block: int) -> int:
 
 
 def window_hit(tokens: int, block: int) -> int:
-    """As above for a model with windows: vLLM leaves the last token out, whose logits it must compute,
-    before it looks windows up."""
-    return min(full_hit(tokens, block), tokens - 1)
+    """As above for a model with windows. The last token is computed in any case, because its logits are
+    needed, and vLLM only stores those blocks of a window that can precede a computed token: where a prompt
+    ends with a block, its last block is none of them."""
+    return (tokens - 1) // block * block
 
 
 def same(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

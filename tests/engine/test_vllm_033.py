@@ -115,5 +115,6 @@ def test_what_lmkv_calls_is_still_there(sources: Path) -> None:
     arguments = [argument.arg for argument in scheduler["get_external_cache_hit_sources"].args.args]
     assert arguments == ["self", "request", "num_external_tokens"]
     config = ast.parse((folder / "config.py").read_text())
-    (build,) = (n for n in config.body if isinstance(n, ast.FunctionDef) and n.name == "build_offloading_config")
+    functions = {node.name: node for node in config.body if isinstance(node, ast.FunctionDef)}
+    build = functions["build_offloading_config"]
     assert [argument.arg for argument in build.args.args][:2] == ["vllm_config", "kv_cache_config"]

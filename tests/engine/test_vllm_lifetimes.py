@@ -11,7 +11,7 @@ from tests.engine.harness import EngineError, full_hit, prompt, same
 
 MODEL = "tiny-llama"
 BLOCK = 32
-OPTIONS = {"block_size": BLOCK}
+OPTIONS: dict[str, Any] = {"block_size": BLOCK}
 IDS = prompt(1, 330)
 HIT = full_hit(len(IDS), BLOCK)
 
@@ -144,7 +144,8 @@ def test_a_hanging_tier(start: Any, expected: Any, reference: Any, tmp_path: Pat
     """Reads do not come back for a minute: no request waits for that, and none asks the tier again."""
     with start(MODEL, settings(tmp_path), **OPTIONS) as engine:
         engine.generate([IDS])
-    with start(MODEL, settings(tmp_path), checked=False, faults={"tier_sleeps": ["get", 60]}, **OPTIONS) as engine:
+    hanging = OPTIONS | {"faults": {"tier_sleeps": ["get", 60]}}
+    with start(MODEL, settings(tmp_path), **hanging) as engine:
         same(engine.generate([IDS]), expected)
         engine.wait_for_trip()
         counters = engine.counters()
@@ -164,27 +165,27 @@ def test_a_hanging_tier(start: Any, expected: Any, reference: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "transfer"),
     [
+        ({}, {"kv_connector_module_path": "lmkv.connectors.vllm"}),
         ({"tensor_parallel_size": 2}, {}),
-        (
-            {"pipeline_parallel_size": 2},
-            {"kv_connector_module_path": "lmkv.connectors.vllm"},
-        ),
+        ({"pipeline_parallel_size": 2}, {}),
     ],
-    ids=["tensor-parallel", "pipeline-parallel"],
+    ids=["one-rank", "tensor-parallel", "pipeline-parallel"],
 )
-def test_two_ranks(
+def test_processes(
     start: Any, reference: Any, tmp_path: Path, options: dict[str, Any], transfer: dict[str, Any]
 ) -> None:
-    """Scheduler and ranks in processes of their own, each rank with half the heads or half the layers.
+    """Scheduler and ranks in processes of their own; of two ranks each has half the heads or half the layers.
 
     vLLM finds the connector by its one word (entry point), or by the path of its module.
     """
-    engine_options = OPTIONS | options | {"processes": True, "cpus": "0|1"}
+    engine_options = OPTIONS | options | {"processes": True, "cpus": "0|1" if options else "0-1"}
     try:
         expected = reference(MODEL, [IDS], **engine_options)
     except EngineError as error:
-        if "pipeline" in str(options):
-            pytest.skip(f"this build of vLLM cannot run it without lmkv either: {str(error).splitlines()[0]}")
+        if "self.intermediate_tensors is not None" in str(error):
+            pytest.skip(
+                "vLLM's CPU runner has no room for what another pipeline stage sends, without lmkv too"
+            )
         raise
     with start(MODEL, settings(tmp_path), transfer=transfer, **engine_options) as engine:
         with engine.counting() as cold:

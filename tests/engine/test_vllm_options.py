@@ -101,7 +101,8 @@ def test_ngram_speculation(start: Any, reference: Any, tmp_path: Path) -> None:
         },
     }  # fmt: skip
     model = "smollm2-135m"  # a model of random weights repeats nothing, so nothing would be drafted
-    ids = prompt(1, 40) * 5
+    repeated = prompt(1, 40)
+    ids = repeated * 4 + prompt(3, 30) + repeated[:1] + prompt(3, 5) + repeated[9:10]
     (first,) = reference(model, [ids], 40, **options)
     chat = ids + first["tokens"] + prompt(2, 10)
     (second,) = reference(model, [chat], **options)
@@ -134,7 +135,7 @@ def test_prompt_only(start: Any, reference: Any, tmp_path: Path) -> None:
 
 
 def test_two_blocks_a_chunk(start: Any, reference: Any, tmp_path: Path) -> None:
-    """Hits are whole chunks; one begins inside a chunk where the engine itself has the chunk's first block."""
+    """Hits end with whole chunks; they begin inside one where the engine itself has its first block."""
     lmkv = both_tiers(tmp_path, vllm={"blocks_per_chunk": 2})
     ids = prompt(1, 300)
     expected = reference(MODEL, [ids], block_size=BLOCK)

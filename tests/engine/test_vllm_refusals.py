@@ -46,7 +46,7 @@ def config(
     return EngineArgs(**arguments, kv_transfer_config=transfer).create_engine_config()
 
 
-def change(path: str, value: Any) -> Callable[[VllmConfig], None]:
+def change(path: str, value: Any = 2) -> Callable[[VllmConfig], None]:
     """Sets one field of the engine's configuration that a CPU engine does not take as a flag."""
 
     def apply(vllm_config: VllmConfig) -> None:
@@ -64,7 +64,10 @@ def keep(_: VllmConfig) -> None:
 
 
 LMKV: dict[str, Any] = {"lmkv": {}}
+TWO = {"lmkv": {"vllm": {"blocks_per_chunk": 2}}}
+EXTRA = "kv_connector_extra_config."
 SHARED = {"lmkv": {"file": {"path": "/nonexistent/lmkv"}}}
+XXHASH = {"prefix_caching_hash_algo": "xxhash"}
 EAGLE = SimpleNamespace(method="eagle")
 
 
@@ -73,18 +76,18 @@ EAGLE = SimpleNamespace(method="eagle")
     [
         ({"lmkv": {"host": {"capcity": "1GiB"}}}, {}, keep, [FULL], "[host] capcity", "capacity?"),
         ({"lmkv": {"hots": {}}}, {}, keep, [FULL], "[hots]", "host?"),
-        ({"host": {"capacity": "1GiB"}}, {}, keep, [FULL], "kv_connector_extra_config.host", '{"lmkv": {"host"'),
-        ({"cpu_bytes_to_use": 1}, {}, keep, [FULL], "kv_connector_extra_config.cpu_bytes_to_use", "[host] capacity"),
-        ({"colour": 1}, {}, keep, [FULL], "kv_connector_extra_config.colour", "remove it"),
+        ({"host": {"capacity": "1GiB"}}, {}, keep, [FULL], EXTRA + "host", '{"lmkv": {"host"'),
+        ({"cpu_bytes_to_use": 1}, {}, keep, [FULL], EXTRA + "cpu_bytes_to_use", "[host] capacity"),
+        ({"colour": 1}, {}, keep, [FULL], EXTRA + "colour", "remove it"),
         (LMKV, {"role": "kv_producer"}, keep, [FULL], "kv_role", '"kv_both"'),
-        (SHARED, {"prefix_caching_hash_algo": "xxhash"}, keep, [FULL], "--prefix-caching-hash-algo", "use sha256"),
-        (SHARED, {"prefix_caching_hash_algo": "xxhash_cbor"}, keep, [FULL], "--prefix-caching-hash-algo", "use sha256"),
-        ({"lmkv": {"vllm": {"blocks_per_chunk": 2}}}, {}, keep, [FULL, WINDOW], "[vllm] blocks_per_chunk", "to 1"),
-        ({"lmkv": {"vllm": {"blocks_per_chunk": 2}}}, {}, keep, [WINDOW], "[vllm] blocks_per_chunk", "to 1"),
+        (SHARED, XXHASH, keep, [FULL], "--prefix-caching-hash", "use sha256"),
+        (SHARED, {"prefix_caching_hash_algo": "xxhash_cbor"}, keep, [FULL], "--prefix-caching", "sha256"),
+        (TWO, {}, keep, [FULL, WINDOW], "[vllm] blocks_per_chunk", "to 1"),
+        (TWO, {}, keep, [WINDOW], "[vllm] blocks_per_chunk", "to 1"),
         (LMKV, {}, keep, [FULL, STATE], "--model", "without lmkv"),
-        (LMKV, {}, change("parallel_config.nnodes", 2), [FULL], "--nnodes", "one node"),
-        (LMKV, {}, change("parallel_config.decode_context_parallel_size", 2), [FULL], "--decode-context", "to 1"),
-        (LMKV, {}, change("parallel_config.prefill_context_parallel_size", 2), [FULL], "--prefill-context", "to 1"),
+        (LMKV, {}, change("parallel_config.nnodes"), [FULL], "--nnodes", "one node"),
+        (LMKV, {}, change("parallel_config.decode_context_parallel_size"), [FULL], "--decode", "to 1"),
+        (LMKV, {}, change("parallel_config.prefill_context_parallel_size"), [FULL], "--prefill", "1"),
         (LMKV, {}, change("speculative_config", EAGLE), [FULL], "--speculative-config", "ngram"),
         (LMKV, {}, change("model_config.enable_sleep_mode", True), [FULL], "--enable-sleep-mode", "leave"),
     ],
@@ -110,8 +113,14 @@ def test_refused_by_name(
 @pytest.mark.parametrize(
     ("lmkv", "message"),
     [
-        ({"host": {"capacity": "64KiB"}}, "[host] capacity: 65536 bytes hold fewer than 2 chunks of this model"),
-        ({"host": {"capacity": "8MiB"}, "file": {"path": "cache"}}, "[file] path: 'cache' is not an absolute path"),
+        (
+            {"host": {"capacity": "64KiB"}},
+            "[host] capacity: 65536 bytes hold fewer than 2 chunks of this model",
+        ),
+        (
+            {"host": {"capacity": "8MiB"}, "file": {"path": "cache"}},
+            "[file] path: 'cache' is not an absolute path",
+        ),
     ],
 )
 def test_a_real_engine_does_not_start(start: Any, lmkv: dict[str, Any], message: str) -> None:
@@ -134,13 +143,13 @@ def test_images_and_embeddings_stay_out() -> None:
     """The hash of a block identifies an image by an id that the client may choose."""
     excluded: list[str] = []
     connector = LMKVConnector.__new__(LMKVConnector)
-    connector.connector_scheduler = SimpleNamespace(  # type: ignore[assignment]  # only these two are called
+    connector.connector_scheduler = SimpleNamespace(
         manager=_Excluding(excluded), on_new_request=lambda request: None
     )
-    plain = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
+    plain: dict[str, Any] = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
     for number, special in enumerate(
         [{}, {"mm_features": ["image"]}, {"prompt_embeds": torch.zeros(1)}, {"lora_request": "adapter"}]
     ):
         request = SimpleNamespace(request_id=str(number), **(plain | special))
-        connector.on_new_request(request)  # type: ignore[arg-type]  # a stand-in for vLLM's request
+        connector.on_new_request(request)
     assert excluded == ["1", "2", "3"]

@@ -219,9 +219,7 @@ def test_a_slow_tier_costs_at_most_the_deadline(engine: Engine, answers: Any, id
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO"])
-def test_a_disk_that_takes_no_writes(
-    engine: Engine, answers: Any, ids: Any, fault: Any, code: str
-) -> None:
+def test_a_disk_that_takes_no_writes(engine: Engine, answers: Any, ids: Any, fault: Any, code: str) -> None:
     asked = ids(130)
     fault("system_call_fails", ("pwritev", code), ("pwritev", None))
     with engine.counting() as full:
@@ -255,9 +253,7 @@ def heal(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "method", ["open_window", "lookup", "new_request", "finish_request", "prepare_store", "end_step"]
 )
-def test_an_error_inside_lmkv_is_a_counted_miss(
-    engine: Engine, answers: Any, ids: Any, method: str
-) -> None:
+def test_an_error_inside_lmkv_is_a_counted_miss(engine: Engine, answers: Any, ids: Any, method: str) -> None:
     asked = ids(200)
     fill(engine, asked[:130], forget_host=True)
     engine.break_("store_raises", method)
