@@ -52,8 +52,9 @@ class HostConfig(_Table, frozen=True):
     capacity: Annotated[
         Size | None,
         Meta(
-            description="Memory for chunks on this node, per engine: its TP and PP ranks share it, its "
-            "data-parallel ranks on this node get equal parts of it. Taken at start and kept.",
+            description="Memory for chunks, per engine core: its TP and PP ranks share it, and each "
+            "data-parallel rank is an engine core that takes as much of its own (set it then: a rank cannot "
+            "tell how many share the node). Taken at start and kept.",
             extra={"default": "25 % of the available memory or of the cgroup limit's rest, at most 64 GiB"},
         ),
     ] = None
@@ -226,12 +227,11 @@ def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:
             yield limit, limit - usage + int(stat.get(names[2], 0))
 
 
-def resolve_host_capacity(host: HostConfig, local_data_parallel_size: int = 1) -> int:
-    """Bytes of one engine core's slab: `[host] capacity` or its default, over the node's engine cores."""
-    capacity = host.capacity
-    if capacity is None:
-        capacity = Size(min(read_memory().available_bytes // 4, MAX_DEFAULT_HOST_BYTES))
-    return capacity // local_data_parallel_size
+def resolve_host_capacity(host: HostConfig) -> int:
+    """Bytes of one engine core's slab: `[host] capacity` or its default."""
+    if host.capacity is not None:
+        return host.capacity
+    return min(read_memory().available_bytes // 4, MAX_DEFAULT_HOST_BYTES)
 
 
 def resolve_file_capacity(file: FileConfig) -> int:

@@ -306,11 +306,10 @@ def test_memory_of_this_machine() -> None:
     assert 0 < memory.available_bytes <= memory.total_bytes
 
 
-def test_host_capacity_is_shared_by_the_engine_cores_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_host_capacity(HostConfig(capacity=Size(8 * GIB)), 4) == 2 * GIB
+def test_host_capacity_defaults_to_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_host_capacity(HostConfig(capacity=Size(8 * GIB))) == 8 * GIB
     monkeypatch.setattr("lmkv.config.read_memory", lambda: Memory(64 * GIB, 40 * GIB))
     assert resolve_host_capacity(HostConfig()) == 10 * GIB
-    assert resolve_host_capacity(HostConfig(), 2) == 5 * GIB
     monkeypatch.setattr("lmkv.config.read_memory", lambda: Memory(2048 * GIB, 2000 * GIB))
     assert resolve_host_capacity(HostConfig()) == 64 * GIB
 

@@ -1,5 +1,6 @@
 """What lmkv refuses under vLLM, by name, before the engine serves."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,14 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     assert transfer is not None
     if transfer.kv_role != "kv_both":
         raise ConfigError("kv_role", f"{transfer.kv_role} is not supported.", 'use "kv_role": "kv_both".')
+    # vLLM tells a rank of a dense model nothing of data parallelism but this suffix of its id.
+    data_parallel = parallel.data_parallel_size > 1 or re.search(r"_dp\d+$", transfer.engine_id or "")
+    if data_parallel and config.host.capacity is None:
+        raise ConfigError(
+            "[host] capacity",
+            "it has no default with --data-parallel-size: a rank does not know how many share the node.",
+            "set it to what one rank may take, for example a quarter of the memory over the ranks.",
+        )
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         raise ConfigError(
             "--nnodes / --distributed-executor-backend",

@@ -8,6 +8,7 @@ defaults fit (one thread calls the manager, and parked slots are freed by the ra
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.config import ConfigError
@@ -41,6 +42,20 @@ def check_version() -> str | None:
         raise ConfigError("vLLM", f"version {text} is too old for lmkv.", "install vLLM 0.32 or newer.")
     if (major, minor) > NEWEST:
         return f"vLLM {text} is newer than the versions lmkv was made for (0.32, 0.33)"
+    return None
+
+
+def split_prefill_warning(vllm_config: VllmConfig) -> str | None:
+    """A warning where vLLM itself answers otherwise when a prompt is computed in two parts.
+
+    Seen with vLLM 0.32's CPU build and MLA models, without any connector: prefilling a token and
+    decoding it give different logits. vLLM turns its own prefix caching off there.
+    """
+    if vllm_config.model_config.use_mla and vllm_config.device_config.device_type == "cpu":
+        return (
+            "vLLM's CPU kernels for MLA give different answers when a prompt is computed in parts; a hit is "
+            "such a part. Fix: use lmkv with this model on a GPU, or for tests only."
+        )
     return None
 
 

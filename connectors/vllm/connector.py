@@ -52,8 +52,7 @@ class LMKVConnector(OffloadingConnector):
         check_engine(vllm_config, config)
         check_groups(kv_cache_config, config)
         super().__init__(vllm_config, role, kv_cache_config)
-        local_engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
-        capacity = resolve_host_capacity(config.host, local_engines)
+        capacity = resolve_host_capacity(config.host)
         capacity -= capacity % SLOT_ALIGNMENT
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
@@ -119,9 +118,9 @@ def _configure(vllm_config: VllmConfig) -> Config:
 def _open_store(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config, capacity_bytes: int
 ) -> tuple[Slab, Store]:
-    warning = compat.check_version()
-    if warning is not None:
-        logger.warning("lmkv: %s", warning)
+    for warning in (compat.check_version(), compat.split_prefill_warning(vllm_config)):
+        if warning is not None:
+            logger.warning("lmkv: %s", warning)
     offloading = build_offloading_config(vllm_config, kv_cache_config)
     slab = create_or_join(offloading.engine_id, capacity_bytes)
     ranks = [slab.rank(rank) for rank in range(offloading.parallel.world_size)]

@@ -6,6 +6,7 @@ started by a fraction of the tests' time, so tests do several things with one.
 """
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -282,10 +283,10 @@ class Served:
         if self.in_process:
             values = self.connector._manager.metrics.values
             return {":".join((name, *labels)): value for (name, labels), value in values.items()}
-        from prometheus_client import REGISTRY
+        registry = importlib.import_module("prometheus_client").REGISTRY  # vLLM brings it
 
         found = {}
-        for sample in (sample for metric in REGISTRY.collect() for sample in metric.samples):
+        for sample in (sample for metric in registry.collect() for sample in metric.samples):
             if sample.name.startswith("lmkv_") and not sample.name.endswith("_created"):
                 labels = [sample.labels[name] for name in ("tier", "reason", "kind") if name in sample.labels]
                 found[":".join((sample.name.removesuffix("_total"), *labels))] = sample.value
