@@ -31,7 +31,8 @@ demo: ## a real engine cold, warm from host memory, and after SIGKILL and a rest
 
 serve: ## an OpenAI-compatible server with lmkv on (PORT=8000 MODEL=smollm2-135m ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
-	exec $$python -m vllm.entrypoints.cli.main serve "$$model" --served-model-name $(MODEL) --port $(PORT) \
+	exec $$python -m vllm.entrypoints.cli.main serve "$$model" --served-model-name $(MODEL) \
+	  --host 127.0.0.1 --port $(PORT) --enforce-eager --dtype float32 \
 	  --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}' $(ARGS)
 
 test: lint test-unit test-engine ## everything that has to pass

@@ -287,6 +287,7 @@ class FileTier(Tier):
         self._index = _Index()
         self._views: dict[int, _View] = {}  # by writer
         self._files: dict[int, SegmentFile] = {}  # open for reading
+        self._next_place_check = 0.0
         self._next_poll = self._next_attempt = self._next_create = self._next_log = 0.0
         self._reloading: threading.Thread | None = None
         self._journal: Journal | None = None  # set while this process is the writer
@@ -305,6 +306,7 @@ class FileTier(Tier):
                 self._adopt()
             else:
                 self._reload()
+            self._say("opened")
         except (OSError, ConfigError) as error:
             self.close()
             if isinstance(error, ConfigError):
@@ -315,6 +317,11 @@ class FileTier(Tier):
     @property
     def info(self) -> TierInfo:
         return self._info
+
+    def room(self, chunk_bytes: int) -> int:
+        blocks = record_blocks(chunk_bytes) * BLOCK_BYTES
+        segments = self._directory.max_segments(self._info.capacity_bytes, self._directory.scan())
+        return min(segments * (self._segment_bytes // blocks), self._max_chunks)
 
     def has(self, key: bytes) -> bool:
         """`contains` of one key, without looking for news of another process."""
@@ -350,6 +357,8 @@ class FileTier(Tier):
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
         self._check(keys, buffers)
+        if not self._in_place():
+            return [Status.UNAVAILABLE] * len(keys)
         writer = self._is_writer()
         statuses = [Status.REJECTED] * len(keys)
         fresh: dict[bytes, memoryview] = {}
@@ -493,9 +502,16 @@ class FileTier(Tier):
                         rows.append(self._forget(want.key))
                         statuses[want.position] = Status.CORRUPT
                 self._counters["corrupt"] += len(rows)
+                corrupt = self._counters["corrupt"]
                 self._counters["races"] += len(suspects) - len(rows)
             if rows and self._journal is not None:
                 self._journal_rows(REMOVE, rows)
+        if rows and self._may_log():
+            logger.warning(
+                "lmkv: chunks in %s failed verification and are not served (%d so far): check the disk",
+                self._directory.path,
+                corrupt,
+            )
 
     def _forget(self, key: bytes) -> Row:
         """Drop an indexed chunk; returns the journal row that says so. Holds _lock."""
@@ -694,6 +710,16 @@ class FileTier(Tier):
 
     # -- the journal and other processes
 
+    def _in_place(self) -> bool:
+        """Whether the directory is still where it was; looked at no more often than POLL_S."""
+        if time.monotonic() >= self._next_place_check:
+            if not self._directory.in_place():
+                fix = FileNotFoundError("the directory was removed or replaced. Fix: restart the engine")
+                self._failed("store", fix)
+                return False
+            self._next_place_check = time.monotonic() + POLL_S
+        return True
+
     def _is_writer(self) -> bool:
         """Whether this process writes; takes over when the writer is gone."""
         if self._journal is None and time.monotonic() >= self._next_attempt:
@@ -702,6 +728,7 @@ class FileTier(Tier):
                 if self._journal is None and not self._closed and self._directory.try_lock():
                     try:
                         self._adopt()
+                        self._say("taken over")
                     except (OSError, ConfigError) as error:
                         self._failed("take over", error)
                         self._directory.unlock()
@@ -847,11 +874,28 @@ class FileTier(Tier):
         with self._lock:
             self._counters.update(amounts)
 
+    def _say(self, what: str) -> None:
+        logger.info(
+            "lmkv: %s %s with %d chunks, %s; %d damaged journal entries, %d foreign files",
+            self._directory.path,
+            what,
+            self._index.chunks,
+            "as the writer" if self._journal is not None else "for reading: another process writes",
+            self._counters["journal_damaged"],
+            self._counters["foreign_files"],
+        )
+
+    def _may_log(self) -> bool:
+        """At most one line per LOG_S about what goes wrong again and again."""
+        if time.monotonic() < self._next_log:
+            return False
+        self._next_log = time.monotonic() + LOG_S
+        return True
+
     def _failed(self, what: str, error: Exception) -> None:
         """Count an I/O error, and log it unless one was logged just now."""
         self._count(io_errors=1)
-        if time.monotonic() >= self._next_log:
-            self._next_log = time.monotonic() + LOG_S
+        if self._may_log():
             logger.warning("lmkv: the file tier in %s could not %s: %s", self._directory.path, what, error)
 
 

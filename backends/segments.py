@@ -32,8 +32,9 @@ BLOCK_BYTES = 4096
 #: Below, one segment holds too few chunks; above, recycling drops too much at a time, and offsets in
 #: blocks outgrow the 16 bits that journal entries give them.
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 8 * 2**20, 256 * 2**20
-#: About this many segments: recycling one then costs 1.6 % of what is stored.
-SEGMENTS = 64
+#: At least this many segments in a new directory: recycling one then costs 6 % of what is stored or
+#: less. More and smaller ones would waste more at their ends, where a large chunk does not fit.
+SEGMENTS = 16
 #: With fewer, recycling one would drop a third or more of the tier.
 MIN_SEGMENTS = 4
 #: Journal entries number segments with 16 bits (16 TiB of the largest).
@@ -75,7 +76,7 @@ class SegmentFile:
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
-    """Segment size of a new directory: a power of two, about a 64th of its capacity."""
+    """Segment size of a new directory: a power of two, a 16th of its capacity or less."""
     size = 1 << (capacity_bytes // SEGMENTS).bit_length() - 1 if capacity_bytes >= SEGMENTS else 1
     return min(max(size, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
 
@@ -133,6 +134,16 @@ class Directory:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.locked = True
         return self.locked
+
+    def in_place(self) -> bool:
+        """Whether the path still names this directory: somebody may have removed or replaced it, and
+        what is written here then is lost with the last file handle."""
+        try:
+            there = os.stat(self.path / "writer.lock", follow_symlinks=False)
+        except OSError:
+            return False
+        here = os.fstat(self._lock_fd)
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def unlock(self) -> None:
         """Let another process write."""

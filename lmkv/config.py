@@ -344,6 +344,12 @@ def load(extra: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     for source in sources:
         for table, name, value in source:
             values[table][name] = value
+    if "capacity" in values["file"] and "path" not in values["file"]:
+        raise ConfigError(
+            "[file] capacity",
+            "set, but [file] path is not, so there is no file tier.",
+            "set [file] path, or leave [file] capacity away.",
+        )
     return msgspec.convert(values, Config, dec_hook=_decode)
 
 

@@ -125,7 +125,10 @@ half of the slab is full), `corrupt`, `unavailable` (I/O error), `miss` (recycle
 many reads queued), `reset`. A chunk counts each time the engine asks for it; one that lies nowhere does not.
 
 `reason` of `lmkv_skipped_stores`: `slab_full`, `copy_failed` (between block and slot), and below the host
-tier `write_queue_full`, `breaker_open`, `unavailable`, `rejected` (no room, or another process writes).
+tier `write_queue_full` (half the slab is waiting to be written: a larger slab helps), `breaker_open`,
+`unavailable`, `rejected` (no room, or another process writes), `reset`.
+
+vLLM publishes once per engine step, so on an idle engine gauges keep the value of the last step.
 """
 
 

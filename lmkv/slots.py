@@ -31,6 +31,10 @@ class SlotAllocator:
         self._free: dict[int, list[int]] = {size: [] for size in self.sizes}
         self._size_of_extent = array("q", bytes(8 * self.num_extents))
 
+    def room(self, size: int) -> int:
+        """How many slots of the class `size` fit if it has the slab to itself."""
+        return self.num_extents * (self.extent_bytes // size)
+
     def allocate(self, size: int) -> int | None:
         """A free slot of the class `size`, None when the class needs an eviction."""
         free = self._free[size]

@@ -218,6 +218,10 @@ class Store:
         self._view = _NOTHING
         self._grow()
 
+    def room(self, chunk_bytes: int) -> int:
+        """How many chunks of this size the slab holds when it is full of them."""
+        return self._slots.room(slot_bytes(chunk_bytes))
+
     # --- requests -------------------------------------------------------------------------------
 
     def new_request(self, cacheable: bool = True) -> Request:
@@ -623,11 +627,20 @@ class Store:
     def _submit_write(self, below: Below) -> bool:
         """Start one write job; False when the executor takes no more now."""
         batch: list[tuple[Entry, Request]] = []
+        keys: list[bytes] = []
         size = 0
         while below.queue and size < WRITE_BATCH_BYTES:
-            batch.append(below.queue.popleft())
-            size += batch[-1][0].chunk_bytes
-        keys = [self._tier_key(entry.key) for entry, _ in batch]
+            entry, request = below.queue.popleft()
+            key = self._tier_key(entry.key)
+            if below.tier.contains((key,))[0]:  # another engine, or this one before a restart
+                below.queued_bytes -= slot_bytes(entry.chunk_bytes)
+                self._end_write(below, entry, request)
+                continue
+            batch.append((entry, request))
+            keys.append(key)
+            size += entry.chunk_bytes
+        if not batch:
+            return True
         buffers = [self._buffer(entry) for entry, _ in batch]
         deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
         if below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
@@ -635,22 +648,26 @@ class Store:
             return True
         below.queue.extendleft(reversed(batch))
         if below.writes.open:
-            self._drop_queue(below)
+            self._drop_queue(below, "breaker_open")
         return False
 
-    def _drop_queue(self, below: Below) -> None:
-        queued = list(below.queue)
+    def _drop_queue(self, below: Below, reason: str) -> None:
+        for entry, request in below.queue:
+            self._end_write(below, entry, request)
+            self.metrics.add("lmkv_skipped_stores", 1, reason)
         below.queue.clear()
         below.queued_bytes = 0
-        self._finish_write(below, queued, [Status.REJECTED] * len(queued))
+
+    def _end_write(self, below: Below, entry: Entry, request: Request) -> None:
+        below.writing_chunks -= 1
+        below.writing_bytes -= slot_bytes(entry.chunk_bytes)
+        self.index.release(entry)
+        self._less_busy(request, 1)
 
     def _finish_write(self, below: Below, batch: list[tuple[Entry, Request]], statuses: list[Status]) -> None:
         stored = bytes_stored = 0
         for (entry, request), status in zip(batch, statuses, strict=True):
-            below.writing_chunks -= 1
-            below.writing_bytes -= slot_bytes(entry.chunk_bytes)
-            self.index.release(entry)
-            self._less_busy(request, 1)
+            self._end_write(below, entry, request)
             if status == Status.OK:
                 stored += 1
                 bytes_stored += entry.chunk_bytes
@@ -666,7 +683,10 @@ class Store:
         if job.error is not None:
             self._log.warning(below.name, "the %s tier failed: %r", below.name, job.error)
             statuses = [Status.UNAVAILABLE] * len(job.tag)
-        executor.report(Status.UNAVAILABLE not in statuses)
+        healthy = Status.UNAVAILABLE not in statuses
+        if not healthy:
+            self._log.warning(below.name, "the %s tier fails; it is left alone for a while", below.name)
+        executor.report(healthy)
         return statuses
 
     # --- reset and end --------------------------------------------------------------------------
@@ -682,7 +702,7 @@ class Store:
             promotion.stale = True
         self._promotions.clear()
         for below in self._below:
-            self._drop_queue(below)
+            self._drop_queue(below, "reset")
         for request in list(self._waiting):
             self._release(request)
         # vLLM before 0.33 never completes jobs that are in flight now: their slots are parked
@@ -701,9 +721,9 @@ class Store:
             self._parked.append((self._ticket, parked))
         fields = {**self.namespace.fields, "reset": uuid.uuid4().hex}
         self.namespace = Namespace.of(fields)
-        logger.warning(
-            "lmkv: the cache was reset; until it restarts this engine shares nothing with others "
-            "(namespace %s)",
+        self._log.warning(
+            "reset",
+            "the cache was reset; until it restarts this engine shares nothing with others (namespace %s)",
             self.namespace.digest.hex()[:16],
         )
 

@@ -63,6 +63,10 @@ class Tier(ABC):
     def info(self) -> TierInfo:
         """Static facts about this tier."""
 
+    def room(self, chunk_bytes: int) -> int:
+        """How many chunks of this size the tier holds when it is full."""
+        return self.info.capacity_bytes // chunk_bytes
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each key would probably be found by `get`. No I/O on the caller's time."""

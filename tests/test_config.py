@@ -361,3 +361,9 @@ def test_every_setting_has_one_row_and_there_are_at_most_thirty() -> None:
     for (table, name), row in zip(names, rows, strict=True):
         assert row.startswith(f"| `{name}` | `LMKV_{table.upper()}_{name.upper()}` |")
         assert row.count("|") == 6
+
+
+def test_a_file_capacity_without_a_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"\[file\] capacity: set, but \[file\] path is not"):
+        load({"file": {"capacity": "1GiB"}}, environ={})
+    assert load({"file": {"capacity": "1GiB", "path": None}}, environ={}).file.path is None

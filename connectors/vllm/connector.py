@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -16,6 +17,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from lmkv import __version__
 from lmkv.config import Config, ConfigError, load, resolve_file_capacity, resolve_host_capacity
 from lmkv.connectors.vllm import compat
 from lmkv.connectors.vllm.checks import check_engine, check_extra_config, check_groups
@@ -81,6 +83,13 @@ class LMKVConnector(OffloadingConnector):
             for source, tokens in sources.items():
                 self._manager.metrics.add("lmkv_hit_tokens", tokens, _SOURCE_NAMES.get(source, "window"))
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks while it builds its config, where it uses CUDA graphs: the earliest moment at
+        which lmkv can refuse a bad setting, minutes before a large model is loaded."""
+        _check_settings(extra_config)
+        return False
+
     @property
     def _manager(self) -> LMKVManager:
         manager = self.scheduler.manager
@@ -105,14 +114,19 @@ def _configure(vllm_config: VllmConfig) -> Config:
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     extra = transfer.kv_connector_extra_config
-    config = load(extra.get("lmkv"))
+    config = _check_settings(extra)
     if extra.get("spec_name") != LMKVOffloadingSpec.__name__:
-        check_extra_config(extra)
         extra["spec_name"] = LMKVOffloadingSpec.__name__
         extra["spec_module_path"] = LMKVOffloadingSpec.__module__
         extra["blocks_per_chunk"] = config.vllm.blocks_per_chunk
         extra["offload_prompt_only"] = config.vllm.prompt_only
     return config
+
+
+def _check_settings(extra: dict[str, Any]) -> Config:
+    if extra.get("spec_name") != LMKVOffloadingSpec.__name__:  # not yet configured by another role
+        check_extra_config(extra)
+    return load(extra.get("lmkv"))
 
 
 def _open_store(
@@ -141,16 +155,16 @@ def _open_store(
             f"set it to {least} bytes or more.",
         )
     namespace = namespace_of(vllm_config, offloading, config, [rank.fingerprint for rank in ranks])
-    bytes_per_token = sum(
-        size / (group.tokens_per_block * offloading.cache.blocks_per_chunk)
-        for size, group in zip(sizes, offloading.groups, strict=True)
-    )
-    _announce("host", slab.capacity_bytes, bytes_per_token, "memory of this engine")
-    below = [_open_file(config, max(sizes), bytes_per_token)] if config.file.path is not None else []
-    logger.info("lmkv: namespace %s", namespace.digest.hex()[:16])
+    # A prompt needs one chunk of every group for each of its spans of this many tokens.
+    span = min(group.tokens_per_block for group in offloading.groups) * offloading.cache.blocks_per_chunk
+    tokens_per_chunk = span / len(offloading.groups)
+    below = [_open_file(config, max(sizes), tokens_per_chunk)] if config.file.path is not None else []
+    store = Store(slab=slab, ranks=ranks, chunk_bytes=chunk_bytes, namespace=namespace, below=below)
+    tokens = store.room(max(sizes)) * tokens_per_chunk
+    _announce("host", slab.capacity_bytes, tokens, "memory shared by the engine's processes")
+    logger.info("lmkv %s: namespace %s", __version__, namespace.digest.hex()[:16])
     for name, value in namespace.fields.items():
         logger.debug("lmkv: namespace field %s = %s", name, value)
-    store = Store(slab=slab, ranks=ranks, chunk_bytes=chunk_bytes, namespace=namespace, below=below)
     return slab, store
 
 
@@ -166,7 +180,7 @@ def _await_ranks(ranks: list[RankArea]) -> None:
         time.sleep(0.01)
 
 
-def _open_file(config: Config, largest_chunk: int, bytes_per_token: float) -> Below:
+def _open_file(config: Config, largest_chunk: int, tokens_per_chunk: float) -> Below:
     tier = open_tier("file", {"path": config.file.path, "capacity": resolve_file_capacity(config.file)})
     if largest_chunk > tier.info.max_chunk_bytes:
         tier.close()
@@ -176,7 +190,8 @@ def _open_file(config: Config, largest_chunk: int, bytes_per_token: float) -> Be
             f"{tier.info.max_chunk_bytes}.",
             "set a larger capacity and use a new directory, or lower [vllm] blocks_per_chunk.",
         )
-    _announce("file", tier.info.capacity_bytes, bytes_per_token, str(config.file.path))
+    tokens = tier.room(largest_chunk) * tokens_per_chunk
+    _announce("file", tier.info.capacity_bytes, tokens, str(config.file.path))
     return Below(
         tier=tier,
         reads=ThreadedExecutor("file-read", READ_THREADS, _MAX_READ_JOBS),
@@ -184,12 +199,14 @@ def _open_file(config: Config, largest_chunk: int, bytes_per_token: float) -> Be
     )
 
 
-def _announce(tier: str, capacity_bytes: int, bytes_per_token: float, where: str) -> None:
+def _announce(tier: str, capacity_bytes: int, tokens: float, where: str) -> None:
+    unit, scale = ("GiB", 2**30) if capacity_bytes >= 2**30 else ("MiB", 2**20)
     logger.info(
-        "lmkv: %s tier: %.2f GiB (%d bytes) = %s tokens of this model, in %s",
+        "lmkv: %s tier: %.2f %s (%d bytes) = %s tokens of this model, in %s",
         tier,
-        capacity_bytes / 2**30,
+        capacity_bytes / scale,
+        unit,
         capacity_bytes,
-        f"{int(capacity_bytes / bytes_per_token):,}",
+        f"{int(tokens):,}",
         where,
     )
