@@ -135,7 +135,10 @@ class _Index:
                 if fits and segment in segments and number in image.namespaces:
                     index.insert(image.namespaces[number], rest, segment, offset, length)
                     order[segment] = result.tails[segment]
-        return index, order
+        # What was removed keeps its place until the segment is recycled: a new record there would be
+        # taken for the removed one by the next replay.
+        dead = {s: tail for s, tail in result.tails.items() if tail and s in segments and s not in order}
+        return index, dead | order
 
     def apply(self, image: Image, segment_bytes: int) -> None:
         """Follow what a writer appended to its journal."""

@@ -619,6 +619,18 @@ def test_removed_chunks_never_come_back(open_tier: Open, path: Path) -> None:
     assert get(open_tier(), [2, 3, 4, 5]) == [OK, OK, MISS, MISS]
 
 
+def test_a_chunk_put_again_after_its_removal_and_a_restart_stays(open_tier: Open) -> None:
+    tier = open_tier()
+    assert put(tier, [1]) == [OK]
+    assert tier.remove([key(1)]) == [OK]
+    for _ in range(2):  # the second restart replays put, remove, put
+        tier.close()
+        tier = open_tier()
+        assert put(tier, [1]) == [OK]
+    assert tier.stats().counters["put_dedup"] == 1
+    assert get(tier, [1]) == [OK]
+
+
 def test_space_of_a_removed_last_chunk_is_not_confused_with_its_successor(open_tier: Open) -> None:
     tier = open_tier()
     put(tier, [1, 2])

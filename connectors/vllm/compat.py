@@ -9,16 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.config import ConfigError
 
 OLDEST = (0, 32)
 #: Newest version whose interface was read; later ones are tried with a warning.
 NEWEST = (0, 33)
-
-#: vLLM's names for where a hit came from, by lmkv's tier names.
-HIT_SOURCES = {"host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
 
 
 def vllm_version() -> str:
@@ -31,6 +27,20 @@ def vllm_version() -> str:
     return "unknown"
 
 
+def _too_old(text: str) -> ConfigError:
+    return ConfigError("vLLM", f"version {text} is too old for lmkv.", "install vLLM 0.32 or newer.")
+
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource as CacheHitSource
+except ImportError as error:  # it came with 0.32
+    raise _too_old(vllm_version()) from error
+
+#: vLLM's names for where a hit came from, by lmkv's tier names.
+HIT_SOURCES = {"host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+UNKNOWN_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
+
+
 def check_version() -> str | None:
     """A warning for versions newer than those read; ConfigError for older ones."""
     text = vllm_version()
@@ -39,7 +49,7 @@ def check_version() -> str | None:
     except ValueError:
         return f"vLLM's version {text!r} is not one lmkv knows; it was tried with 0.32"
     if (major, minor) < OLDEST:
-        raise ConfigError("vLLM", f"version {text} is too old for lmkv.", "install vLLM 0.32 or newer.")
+        raise _too_old(text)
     if (major, minor) > NEWEST:
         return f"vLLM {text} is newer than the versions lmkv was made for (0.32, 0.33)"
     return None

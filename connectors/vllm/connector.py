@@ -41,8 +41,6 @@ _RANKS_TIMEOUT_S = 60.0
 #: Fewer slots than this per size class could never hold a chunk that is read and one that is written.
 _MIN_SLOTS = 2
 
-_SOURCE_NAMES = {source: tier for tier, source in compat.HIT_SOURCES.items()}
-
 
 class LMKVConnector(OffloadingConnector):
     """Settings: docs/configuration.md. Refuses what it cannot serve, by name, before serving."""
@@ -79,9 +77,9 @@ class LMKVConnector(OffloadingConnector):
         """Counts the claimed tokens by the tier they came from."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            sources = self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
-            for source, tokens in sources.items():
-                self._manager.metrics.add("lmkv_hit_tokens", tokens, _SOURCE_NAMES.get(source, "window"))
+            self._manager.count_hit_tokens(
+                self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
+            )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 This is the boundary to the engine: `guarded` is the one place where lmkv catches everything.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     ScheduleEndContext,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmkv.connectors.vllm import compat
 from lmkv.connectors.vllm.worker import SlotsSpec
@@ -28,6 +27,7 @@ from lmkv.slab import Slab
 from lmkv.store import Lookup, Request, Store
 
 _HIT = LookupResult.HIT
+_TIERS = {source: tier for tier, source in compat.HIT_SOURCES.items()}
 _RESULTS = {
     Lookup.MISS: LookupResult.MISS,
     Lookup.HIT: LookupResult.HIT,
@@ -131,11 +131,17 @@ class LMKVManager(OffloadingManager):
         self._store.close_window()
         self._context = None
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    @guarded(lambda: compat.UNKNOWN_SOURCE)
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> compat.CacheHitSource:
         """See `OffloadingManager`."""
-        return compat.HIT_SOURCES.get(
-            self._store.source(self._request(req_context), key), CacheHitSource.EXTERNAL_UNSPECIFIED
-        )
+        tier = self._store.source(self._request(req_context), key)
+        return compat.HIT_SOURCES.get(tier, compat.UNKNOWN_SOURCE)
+
+    @guarded(lambda: None)
+    def count_hit_tokens(self, sources: Mapping[compat.CacheHitSource, int]) -> None:
+        """Count claimed tokens by the tier they came from."""
+        for source, tokens in sources.items():
+            self.metrics.add("lmkv_hit_tokens", tokens, _TIERS.get(source, "window"))
 
     # --- loads and stores
 

@@ -1,5 +1,7 @@
 """What lmkv refuses is refused before the engine serves, by the setting's name and with the fix."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +130,17 @@ def test_a_real_engine_does_not_start(start: Any, lmkv: dict[str, Any], message:
         start("tiny-llama", lmkv, block_size=32)
     assert message in str(refused.value)
     assert "Fix: " in str(refused.value)
+
+
+def test_an_old_vllm_is_refused_by_name() -> None:
+    """Before 0.32 the module that names the sources of hits does not exist."""
+    code = (
+        "import sys; sys.modules['vllm.v1.metrics.cache_hit_source'] = None\n"
+        "import lmkv.connectors.vllm.compat"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "is too old for lmkv. Fix: install vLLM 0.32 or newer." in done.stderr
 
 
 class _Excluding(LMKVManager):
