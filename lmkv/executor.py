@@ -21,7 +21,7 @@ FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 #: A thread that waits for the GIL beside one that computes in Python gets it after this long. With
 #: Python's default of 5 ms, stores beside a busy thread fell to 0.54 of their speed, with this to
-#: 0.88 (docs/performance.md). It holds for the whole process, which pays only while I/O is going on.
+#: 0.89 (docs/performance.md). It holds for the whole process, which pays only while I/O is going on.
 SWITCH_INTERVAL_S = 0.0005
 
 

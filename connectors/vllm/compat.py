@@ -58,13 +58,14 @@ def check_version() -> str | None:
 def split_prefill_warning(vllm_config: VllmConfig) -> str | None:
     """A warning where vLLM itself answers otherwise when a prompt is computed in two parts.
 
-    Seen with vLLM 0.32's CPU build and MLA models, without any connector: prefilling a token and
-    decoding it give different logits. vLLM turns its own prefix caching off there.
+    Seen with vLLM 0.32's CPU build and an MLA model, without any connector: prefilling a token and
+    decoding it give different logits. vLLM turns its own prefix caching off there. With a hit and a
+    prefilled tail answers differed as well; that this has the same cause is likely, not proved.
     """
     if vllm_config.model_config.use_mla and vllm_config.device_config.device_type == "cpu":
         return (
-            "vLLM's CPU kernels for MLA give different answers when a prompt is computed in parts; a hit is "
-            "such a part. Fix: use lmkv with this model on a GPU, or for tests only."
+            "with MLA models on a CPU answers after a hit can differ from those without: vLLM gives other "
+            "logits there when it prefills a token than when it decodes it. Fix: serve it without lmkv here."
         )
     return None
 
