@@ -46,9 +46,9 @@ from lmkv.backends.segments import (
     max_chunks_for,
 )
 from lmkv.config import ConfigError, load_table, resolve_file_capacity
-from lmkv.keys import KEY_BYTES, NAMESPACE_BYTES
+from lmkv.keys import NAMESPACE_BYTES
 from lmkv.record import HEADER_BYTES, decode_header, encode_header, verify
-from lmkv.tier import Status, Tier, TierInfo, TierStats
+from lmkv.tier import Status, Tier, TierInfo, TierStats, check_batch
 
 logger = logging.getLogger(__name__)
 
@@ -868,10 +868,7 @@ class FileTier(Tier):
         """Raise ValueError on what only a programming error can cause."""
         if self._closed:
             raise ValueError("the file tier is closed")
-        if not {KEY_BYTES}.issuperset(map(len, keys)):
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        if buffers is not None and len(buffers) < len(keys):
-            raise ValueError(f"{len(keys)} keys need as many buffers, not {len(buffers)}")
+        check_batch(keys, buffers)
 
     def _count(self, **amounts: int) -> None:
         with self._lock:

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmkv.config import load_table, resolve_host_capacity
-from lmkv.keys import KEY_BYTES
-from lmkv.tier import Status, Tier, TierInfo, TierStats
+from lmkv.tier import Status, Tier, TierInfo, TierStats, check_batch
 
 #: Chunks start on cache lines; coarser would waste memory on small chunks.
 ALIGNMENT_BYTES = 64
@@ -82,10 +81,7 @@ class HostTier(Tier):
         """Raise ValueError on what only a programming error can cause."""
         if self._closed:
             raise ValueError("the host tier is closed")
-        if any(len(key) != KEY_BYTES for key in keys):
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        if writable is not None and len(buffers) < len(keys):
-            raise ValueError(f"{len(keys)} keys need as many buffers, not {len(buffers)}")
+        check_batch(keys, None if writable is None else buffers)
         if not all(buffer.c_contiguous and not (writable and buffer.readonly) for buffer in buffers):
             raise ValueError("a buffer must be contiguous, and writable in get")
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lmkv.executor import Executor, Job
 from lmkv.index import NO_OWNER, Entry, HostIndex
@@ -155,6 +155,16 @@ class Promotion:
     stale: bool = False
 
 
+class Filling(NamedTuple):
+    """One chunk whose slot the ranks are filling. `number` comes first: sorting restores the order
+    in which the chunks were accepted, which is that of the prompt."""
+
+    number: int
+    entry: Entry
+    ticket: int
+    request: Request
+
+
 @dataclass(frozen=True)
 class Transfer:
     """Slots of one copy between the engine's blocks and the slab, for the ranks."""
@@ -199,9 +209,7 @@ class Store:
         #: in reads cannot take all of it.
         self._promoting_bytes = 0
         self._unread: list[Promotion] = []
-        # Chunks being filled by the ranks: entry, ticket, place in the order of the prompts, and
-        # whose they are.
-        self._stores: dict[bytes, tuple[Entry, int, int, Request]] = {}
+        self._stores: dict[bytes, Filling] = {}
         self._stores_begun = 0
         self._loading: set[Request] = set()
         self._failed_seen = [rank.failed_count for rank in ranks]
@@ -443,7 +451,7 @@ class Store:
         transfer = self._transfer([reserved[key] for key in accepted])
         for key, entry in reserved.items():
             self._stores_begun += 1
-            stores[key] = (entry, transfer.ticket, self._stores_begun, request)
+            stores[key] = Filling(self._stores_begun, entry, transfer.ticket, request)
         request.busy += len(reserved)
         return accepted, transfer
 
@@ -453,7 +461,7 @@ class Store:
         stored = bytes_stored = 0
         begun = [self._stores.pop(key) for key in keys if key in self._stores]
         # In the order of the prompt, so that a prefix lies in one piece below.
-        for entry, ticket, _, _ in sorted(begun, key=lambda store: store[2]):
+        for _, entry, ticket, _ in sorted(begun):
             if not success or ticket in self._failed_tickets or ticket <= self._all_failed_below:
                 self.index.abort(entry)
                 self.metrics.add("lmkv_skipped_stores", 1, "copy_failed")
@@ -484,7 +492,7 @@ class Store:
             self._log.warning("copy", "rank %d could not copy KV out of the engine; not stored", i)
         if self._failed_tickets:
             over = min(rank.watermark for rank in self._ranks)
-            in_use = {ticket for _, ticket, _, _ in self._stores.values()}
+            in_use = {filling.ticket for filling in self._stores.values()}
             self._failed_tickets = {t for t in self._failed_tickets if t > over or t in in_use}
 
     def _write_through(self, below: Below, entry: Entry, request: Request) -> None:
@@ -519,9 +527,8 @@ class Store:
                 if request.offered or request.deadline is None or now > request.deadline:
                     self._end_wait(request)
         for below in self._below:
-            while below.queue and (not below.writes.pending or below.queued_bytes >= WRITE_BATCH_BYTES):
-                if not self._submit_write(below):
-                    break
+            while below.queue and self._may_write(below) and self._submit_write(below):
+                pass
         self._update_gauges()
 
     def poll(self) -> None:
@@ -624,8 +631,14 @@ class Store:
             self.metrics.add("lmkv_loaded_chunks", loaded, below.name)
             self.metrics.add("lmkv_loaded_bytes", bytes_loaded, below.name)
 
+    def _may_write(self, below: Below) -> bool:
+        """Whether another write job is due. Asked before one is put together: when all threads are
+        at work, that would be done again every step."""
+        jobs = below.writes.pending
+        return jobs == 0 or (jobs < WRITE_THREADS and below.queued_bytes >= WRITE_BATCH_BYTES)
+
     def _submit_write(self, below: Below) -> bool:
-        """Start one write job; False when the executor takes no more now."""
+        """Start one write job; False when the executor refuses it."""
         batch: list[tuple[Entry, Request]] = []
         keys: list[bytes] = []
         size = 0
@@ -708,9 +721,9 @@ class Store:
         # vLLM before 0.33 never completes jobs that are in flight now: their slots are parked
         # until the ranks have finished every transfer up to the present ticket.
         parked = []
-        for entry, _, _, request in self._stores.values():
-            parked.append(entry)
-            self._less_busy(request, 1)
+        for filling in self._stores.values():
+            parked.append(filling.entry)
+            self._less_busy(filling.request, 1)
         self._stores.clear()
         for request in self._loading:
             parked.extend(request.loading.values())

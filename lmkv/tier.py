@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmkv.keys import KEY_BYTES
+
 
 class Status(enum.IntEnum):
     """Result of one key in a batch."""
@@ -97,6 +99,14 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Calling it again does nothing."""
+
+
+def check_batch(keys: Sequence[bytes], buffers: Sequence[memoryview] | None = None) -> None:
+    """Raise ValueError on a batch that only a programming error can produce, for every tier alike."""
+    if not {KEY_BYTES}.issuperset(map(len, keys)):
+        raise ValueError(f"a key has {KEY_BYTES} bytes")
+    if buffers is not None and len(buffers) < len(keys):
+        raise ValueError(f"{len(keys)} keys need as many buffers, not {len(buffers)}")
 
 
 _TIERS = {
