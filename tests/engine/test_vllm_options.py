@@ -1,6 +1,7 @@
 """The same promises under the engine's and lmkv's options, each with an engine of its own."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ HOST = {"capacity": "64MiB"}
 
 def both_tiers(tmp_path: Path, **tables: Any) -> dict[str, Any]:
     return {"host": HOST, "file": {"path": str(tmp_path / "cache"), "capacity": "256MiB"}} | tables
+
+
+def from_each_tier(engine: Any) -> Iterator[str]:
+    """The tiers in turn; each time only that one and those below it still hold what was stored."""
+    for tier in ("host", "file"):
+        engine.reset_prefix_cache()
+        if tier == "file":
+            engine.forget_host()
+        yield tier
 
 
 def test_a_slab_smaller_than_one_prompt(start: Any, reference: Any, tmp_path: Path) -> None:
@@ -64,10 +74,7 @@ def test_chunked_prefill(start: Any, reference: Any, tmp_path: Path, options: di
     with start(MODEL, both_tiers(tmp_path), block_size=BLOCK, **options) as engine:
         same(engine.generate(prompts), expected)
         engine.flush()
-        for tier in ("host", "file"):
-            engine.reset_prefix_cache()
-            if tier == "file":
-                engine.forget_host()
+        for tier in from_each_tier(engine):
             with engine.counting() as warm:
                 same(engine.generate(prompts), expected)
             assert warm[f"lmkv_hit_tokens:{tier}"] == sum(full_hit(len(ids), BLOCK) for ids in prompts)
@@ -111,10 +118,7 @@ def test_ngram_speculation(start: Any, reference: Any, tmp_path: Path) -> None:
         metrics = engine.vllm_metrics()
         assert metrics["spec_decode_num_draft_tokens"] > metrics["spec_decode_num_accepted_tokens"] > 0
         engine.flush()
-        for tier in ("host", "file"):
-            engine.reset_prefix_cache()
-            if tier == "file":
-                engine.forget_host()
+        for tier in from_each_tier(engine):
             with engine.counting() as warm:
                 same(engine.generate([chat]), [second])
             assert warm[f"lmkv_hit_tokens:{tier}"] == full_hit(len(ids) + 40 - 1, BLOCK)

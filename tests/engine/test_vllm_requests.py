@@ -154,6 +154,16 @@ def test_many_requests_at_once(engine: Engine, answers: Any, ids: Any) -> None:
 # --- aborts
 
 
+def copies_end_and_serve(engine: Engine, answers: Any, asked: list[int]) -> None:
+    """Once the copies end nothing is leased any more, and what they stored or held is served."""
+    engine.break_("copies_wait", False)
+    assert leased(engine) == 0
+    engine.reset_prefix_cache()
+    with engine.counting() as after:
+        same(engine.generate([asked]), answers(asked))
+    assert after["lmkv_hit_tokens:host"] == 128
+
+
 def test_abort_while_chunks_are_read(engine: Engine, answers: Any, ids: Any, fault: Any) -> None:
     asked = ids(130)
     fill(engine, asked, forget_host=True)
@@ -180,12 +190,7 @@ def test_abort_while_blocks_are_filled(engine: Engine, answers: Any, ids: Any, f
     engine.abort([request])
     engine.step(2)
     assert engine.counters()["lmkv_leased_bytes"] == 4 * CHUNK_BYTES  # the copy still runs
-    engine.break_("copies_wait", False)
-    assert leased(engine) == 0
-    engine.reset_prefix_cache()
-    with engine.counting() as after:
-        same(engine.generate([asked]), answers(asked))
-    assert after["lmkv_hit_tokens:host"] == 128
+    copies_end_and_serve(engine, answers, asked)
 
 
 def test_abort_while_blocks_are_stored(engine: Engine, answers: Any, ids: Any, fault: Any) -> None:
@@ -195,12 +200,7 @@ def test_abort_while_blocks_are_stored(engine: Engine, answers: Any, ids: Any, f
     engine.step(3)
     engine.abort([request])
     engine.step(1)
-    engine.break_("copies_wait", False)
-    assert leased(engine) == 0
-    engine.reset_prefix_cache()
-    with engine.counting() as after:
-        same(engine.generate([asked]), answers(asked))
-    assert after["lmkv_hit_tokens:host"] == 128
+    copies_end_and_serve(engine, answers, asked)
 
 
 # --- faults
