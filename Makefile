@@ -8,7 +8,9 @@ ARGS ?=
 # A recipe begins with the environment that it needs, which is made at that moment if it is missing.
 DEV = python=$$($(PYTHON) -m tools.env dev)
 ENGINE = python=$$($(PYTHON) -m tools.env vllm)
+SGLANG = python=$$($(PYTHON) -m tools.env sglang)
 MODELS = smollm2-135m gemma3-270m tiny-llama tiny-gemma3 tiny-deepseek-v2
+SGLANG_MODELS = smollm2-135m gemma3-270m tiny-llama tiny-deepseek-v2-dense tiny-mellum
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,17 +19,23 @@ export PYTHONPATH := $(CURDIR)
 # GiB of KV memory of an engine on a CPU: enough for 40,000 tokens of SmolLM2. No GPU build reads it.
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
-serve: export LMKV_FILE_PATH ?= $(CURDIR)/build/kv
-serve: export LMKV_FILE_CAPACITY ?= 10GiB
+serve serve-sglang: export LMKV_FILE_PATH ?= $(CURDIR)/build/kv
+serve serve-sglang: export LMKV_FILE_CAPACITY ?= 10GiB
+serve-sglang: export SGLANG_USE_CPU_ENGINE ?= 1
 
-.PHONY: help demo serve test lint test-unit test-engine models bench clean distclean
+.PHONY: help demo demo-sglang serve serve-sglang test lint test-unit test-engine test-sglang
+.PHONY: models models-sglang bench clean distclean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: ## a real engine cold, warm from host memory, and after SIGKILL and a restart (ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
 	$$python examples/demo_vllm.py --model "$$model" $(ARGS)
+
+demo-sglang: ## the same with SGLang
+	@$(SGLANG); model=$$($$python -m tools.models $(MODEL)); \
+	$$python examples/demo_sglang.py --model "$$model" $(ARGS)
 
 serve: ## an OpenAI-compatible server with lmkv on (PORT=8000 MODEL=smollm2-135m ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
@@ -35,7 +43,14 @@ serve: ## an OpenAI-compatible server with lmkv on (PORT=8000 MODEL=smollm2-135m
 	  --host 127.0.0.1 --port $(PORT) --enforce-eager --dtype float32 \
 	  --kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both"}' $(ARGS)
 
-test: lint test-unit test-engine ## everything that has to pass
+# The flags are those of a machine without a GPU.
+serve-sglang: ## the same with SGLang
+	@$(SGLANG); model=$$($$python -m tools.models $(MODEL)); \
+	exec $$python -m sglang.launch_server --model-path "$$model" --served-model-name $(MODEL) \
+	  --host 127.0.0.1 --port $(PORT) --device cpu --attention-backend torch_native \
+	  --sampling-backend pytorch --dtype float32 --max-total-tokens 16384 --enable-cache-report $(ARGS)
+
+test: lint test-unit test-engine test-sglang ## everything that has to pass
 
 lint: ## ruff and mypy
 	$(DEV); $$python -m ruff check .; $$python -m ruff format --check .; $$python -m mypy
@@ -43,11 +58,17 @@ lint: ## ruff and mypy
 test-unit: ## tests that need no engine and no torch (ARGS="-k name")
 	$(DEV); $$python -m pytest tests $(ARGS)
 
-test-engine: models ## tests with real engines (ARGS="-k name")
+test-engine: models ## tests with a real vLLM (ARGS="-k name")
 	$(ENGINE); $$python -m pytest tests/engine $(ARGS)
+
+test-sglang: models-sglang ## tests with a real SGLang (ARGS="-k name")
+	$(SGLANG); $$python -m pytest tests/sglang $(ARGS)
 
 models: ## the models of demo, tests and benchmarks
 	@$(ENGINE); $$python -m tools.models $(MODELS)
+
+models-sglang: ## the same for SGLang
+	@$(SGLANG); $$python -m tools.models $(SGLANG_MODELS)
 
 bench: ## measure everything; writes build/bench/*.json (fio must be installed)
 	@$(ENGINE); model=$$($$python -m tools.models smollm2-135m); \

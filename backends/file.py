@@ -9,18 +9,15 @@ journal says durably that it was recycled. A lost or damaged journal loses chunk
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from lmkv.backends.journal import (
     ENTRY_BYTES,
@@ -41,22 +38,27 @@ from lmkv.backends.segments import (
     BLOCK_BYTES,
     MAX_SEGMENTS,
     Directory,
-    Scan,
     SegmentFile,
     max_chunks_for,
 )
+from lmkv.backends.vectors import MAX_RUN_BYTES, MAX_RUN_RECORDS, Extent, Payload, Scratch, memory, runs
 from lmkv.config import ConfigError, load_table, resolve_file_capacity
 from lmkv.keys import NAMESPACE_BYTES
 from lmkv.record import HEADER_BYTES, decode_header, encode_header, verify
-from lmkv.tier import Status, Tier, TierInfo, TierStats, check_batch
+from lmkv.tier import (
+    Buffer,
+    Status,
+    Tier,
+    TierInfo,
+    TierStats,
+    buffer_bytes,
+    check_batch,
+    gather,
+    scatter,
+)
 
 logger = logging.getLogger(__name__)
 
-#: Records per system call: each is a header and a payload, and Linux takes 1,024 vectors (IOV_MAX).
-MAX_RUN_RECORDS = 512
-#: Bytes per system call, unless one record is larger: enough to keep any disk busy, and short enough
-#: that a second thread verifies one run while another is read.
-MAX_RUN_BYTES = 64 * 2**20
 #: A reader looks for news of the writer, or for its lock, this often.
 POLL_S = 0.5
 #: More news than this is read on another thread: 1,024 entries take a caller of `contains` ~3 ms.
@@ -208,8 +210,8 @@ class _Record(NamedTuple):
     """A record to write."""
 
     key: bytes
-    parts: tuple[memoryview, ...]
-    length: int
+    block: memoryview  # with its header
+    payload: Payload
     created_ns: int
 
 
@@ -219,7 +221,7 @@ class _Piece(NamedTuple):
     file: SegmentFile
     start: int  # bytes
     end: int
-    parts: list[memoryview]
+    records: list[_Record]
     rows: list[Row]
     again: bool  # reinserted
     outcome: list[Status]  # one status in the end, for other threads with the same keys
@@ -231,52 +233,37 @@ class _Wanted(NamedTuple):
     place: int
     position: int
     key: bytes
-    buffer: memoryview
+    payload: Payload
     segment: _Segment
     generation: int
-
-
-class _Blocks(threading.local):
-    """Aligned memory for the header blocks of one system call, per thread."""
-
-    def __init__(self) -> None:
-        view = _memory(MAX_RUN_RECORDS * BLOCK_BYTES)
-        self.blocks = [view[i : i + BLOCK_BYTES] for i in range(0, view.nbytes, BLOCK_BYTES)]
-
-
-def _runs(records: Sequence[tuple[int, int]], max_bytes: int = MAX_RUN_BYTES) -> Iterator[slice]:
-    """Slices of a sorted list of (place, blocks) that each lie in one piece and fit one system call."""
-    first = size = end = 0
-    for i, (place, blocks) in enumerate(records):
-        full = i - first == MAX_RUN_RECORDS or (size + blocks) * BLOCK_BYTES > max_bytes
-        # A run ends with its segment: records never lie across two, but places may look adjacent.
-        if i > first and (place != end or place & 0xFFFF == 0 or full):
-            yield slice(first, i)
-            first, size = i, 0
-        size += blocks
-        end = place + blocks
-    if records:
-        yield slice(first, len(records))
 
 
 class FileTier(Tier):
     """Chunks in files under one directory.
 
     One process writes at a time. Others that open the directory find what it wrote, at most
-    `POLL_S` later; one of them takes over when it is gone.
+    `POLL_S` later; one of them takes over when it is gone, unless it was opened for reading only.
     """
 
     @classmethod
-    def open(cls, settings: Mapping[str, Any]) -> "FileTier":
+    def open(cls, settings: Mapping[str, Any], *, read_only: bool = False) -> "FileTier":
         """Open with the settings of the table `[file]`. Raises ConfigError."""
         table = load_table("file", settings)
         if table.path is None:
             raise ConfigError("[file] path", "not set.", "name a directory on a local disk.")
-        return cls(Path(table.path), resolve_file_capacity(table))
+        return cls(Path(table.path), resolve_file_capacity(table), read_only=read_only)
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
+    def __init__(self, path: Path, capacity_bytes: int, *, read_only: bool = False) -> None:
+        """Raises ConfigError.
+
+        A tier that is `read_only` never becomes the writer: `put` finds what is there and refuses the
+        rest. It is for chunks of which every process has the same, such as the replicated KV of MLA
+        under tensor parallelism: one rank writes and all ranks read, and no other rank may take the
+        lock, even while the writing one restarts. It may come before the writer does.
+        """
+        self._read_only = read_only
         self._counters = Counter(dict.fromkeys(COUNTERS, 0))
-        self._directory = Directory(path, capacity_bytes)
+        self._directory = Directory(path, capacity_bytes, read_only=read_only)
         #: Whether reads and writes bypass the page cache.
         self.direct = self._directory.direct
         self._segment_bytes = self._directory.segment_bytes
@@ -285,7 +272,7 @@ class FileTier(Tier):
         self._max_chunks = max_chunks_for(capacity_bytes)
         self._lock = threading.Lock()  # the index; never held over I/O
         self._write_lock = threading.RLock()  # everything below; taken before _lock
-        self._scratch = _Blocks()
+        self._scratch = Scratch()
         self._closed = False
         self._index = _Index()
         self._views: dict[int, _View] = {}  # by writer
@@ -336,21 +323,22 @@ class FileTier(Tier):
         space = self._index.spaces.get
         return [key[NAMESPACE_BYTES:] in space(key[:NAMESPACE_BYTES], _EMPTY) for key in keys]
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
-        self._check(keys, buffers)
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
+        self._check(keys, buffers, writable=True)
         self._catch_up(wait=True)
         statuses = [Status.MISS] * len(keys)
+        payloads = [Payload.of(buffer, direct=self.direct) for buffer in buffers[: len(keys)]]
         wanted: list[_Wanted] = []
         suspects: list[_Wanted] = []  # found, but not what the index says
         with self._lock:
-            for position, (key, buffer) in enumerate(zip(keys, buffers, strict=False)):
+            for position, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
                 location = self._index.locate(key)
                 if location is not None:
                     segment = self._index.segments[location >> 45]
-                    want = _Wanted(_place(location), position, key, buffer, segment, segment.generation)
-                    (wanted if _length(location) == buffer.nbytes else suspects).append(want)
+                    want = _Wanted(_place(location), position, key, payload, segment, segment.generation)
+                    (wanted if _length(location) == payload.length else suspects).append(want)
         wanted.sort()
-        for run in _runs([(want.place, record_blocks(want.buffer.nbytes)) for want in wanted]):
+        for run in runs([Extent.of(want.place, want.payload) for want in wanted]):
             self._read(wanted[run], statuses, suspects)
         self._mark_hot([want for want in wanted if statuses[want.position] is Status.OK])
         if suspects:
@@ -358,29 +346,30 @@ class FileTier(Tier):
         self._count(get_hits=statuses.count(Status.OK), get_misses=statuses.count(Status.MISS))
         return statuses
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         self._check(keys, buffers)
         if not self._in_place():
             return [Status.UNAVAILABLE] * len(keys)
         writer = self._is_writer()
+        if not writer:
+            self._catch_up(wait=True)
         statuses = [Status.REJECTED] * len(keys)
-        fresh: dict[bytes, memoryview] = {}
+        fresh: dict[bytes, Buffer] = {}
         for position, (key, buffer) in enumerate(zip(keys, buffers, strict=False)):
             if self.has(key):
                 statuses[position] = Status.OK
-            elif writer and 0 < buffer.nbytes <= self._info.max_chunk_bytes:
+            elif writer and 0 < buffer_bytes(buffer) <= self._info.max_chunk_bytes:
                 fresh.setdefault(key, buffer)
         results: dict[bytes, Status] = {}
         elsewhere: dict[bytes, list[Status]] = {}
-        items = list(fresh.items())
-        # The runs of a batch, as if they lay on disk already; each is hashed before the lock is taken.
-        ends = list(accumulate((record_blocks(buffer.nbytes) for _, buffer in items), initial=1))
-        sizes = [(start, end - start) for start, end in pairwise(ends)]
-        for run in _runs(sizes, min(MAX_RUN_BYTES, self._segment_bytes)):
-            records = [
-                self._prepare(block, key, buffer)
-                for block, (key, buffer) in zip(self._scratch.blocks, items[run], strict=False)
-            ]
+        items = [(key, Payload.of(buffer, direct=self.direct)) for key, buffer in fresh.items()]
+        places = accumulate((record_blocks(payload.length) for _, payload in items), initial=1)
+        extents = [
+            Extent(place, record_blocks(p.length)) for place, (_, p) in zip(places, items, strict=False)
+        ]
+        # What one flush makes durable, as if it lay on disk already; hashed before the lock is taken.
+        for run in runs(extents, min(MAX_RUN_BYTES, self._segment_bytes)):
+            records = self._prepare(items[run])
             with self._write_lock:
                 decided, pieces = self._reserve(records, elsewhere)
             results |= decided
@@ -427,9 +416,9 @@ class FileTier(Tier):
 
     def _read(self, run: list[_Wanted], statuses: list[Status], suspects: list[_Wanted]) -> None:
         """Read adjacent records by one system call and verify each."""
-        parts: list[memoryview] = []
-        for block, want in zip(self._scratch.blocks, run, strict=False):
-            parts += (block, self._aligned(want.buffer))
+        payloads = self._vectors([want.payload for want in run])
+        blocks = self._scratch.blocks[: len(run)]
+        parts = [part for block, payload in zip(blocks, payloads, strict=True) for part in (block, *payload)]
         expected = sum(part.nbytes for part in parts)
         segment, offset = run[0].place >> 16, (run[0].place & 0xFFFF) * BLOCK_BYTES
         try:
@@ -447,13 +436,14 @@ class FileTier(Tier):
                 self._read([want], statuses, suspects)
             return
         self._count(read_bytes=max(count, 0))
-        for block, payload, want in zip(parts[::2], parts[1::2], run, strict=True):
-            exact = payload[: want.buffer.nbytes]
+        for block, (payload, *_), want in zip(blocks, payloads, run, strict=True):
+            pieces, length, bounced = want.payload
+            content: Buffer = payload[:length] if bounced else pieces
             if count < 0:
                 statuses[want.position] = Status.UNAVAILABLE
-            elif count == expected and verify(decode_header(block[:HEADER_BYTES]), want.key, exact):
-                if payload is not want.buffer:
-                    np.copyto(np.frombuffer(want.buffer, np.uint8), np.frombuffer(exact, np.uint8))
+            elif count == expected and verify(decode_header(block[:HEADER_BYTES]), want.key, content):
+                if bounced:
+                    scatter(payload[:length], pieces)
                 statuses[want.position] = Status.OK
             else:
                 suspects.append(want)
@@ -468,12 +458,11 @@ class FileTier(Tier):
                 self._files[segment] = file
         return file
 
-    def _aligned(self, buffer: memoryview) -> memoryview:
-        """The buffer itself, or memory of whole blocks for it where the disk would not take it."""
-        if buffer.nbytes % BLOCK_BYTES == 0 and (not self.direct or _address(buffer) % BLOCK_BYTES == 0):
-            return buffer
-        self._count(bounced=1)
-        return _memory(-(-buffer.nbytes // BLOCK_BYTES) * BLOCK_BYTES)
+    def _vectors(self, payloads: Sequence[Payload]) -> list[Sequence[memoryview]]:
+        """See `Scratch.vectors`; counts."""
+        if bounced := sum(payload.bounces for payload in payloads):
+            self._count(bounced=bounced)
+        return self._scratch.vectors(payloads)
 
     def _same(self, want: _Wanted) -> bool:
         """Whether the index still says what it said before the read. Holds _lock."""
@@ -525,15 +514,16 @@ class FileTier(Tier):
         generation = self._index.segments[segment].generation
         return Row(segment, generation, key, offset, _length(location), int(time.time()))
 
-    # -- writing; all of it under _write_lock, except _prepare
+    # -- writing; all of it under _write_lock, except _prepare and _write_records
 
-    def _prepare(self, block: memoryview, key: bytes, buffer: memoryview) -> _Record:
-        now = time.time_ns()
-        block[:] = encode_header(key, buffer, now).ljust(BLOCK_BYTES, b"\0")
-        payload = self._aligned(buffer)
-        if payload is not buffer:
-            np.frombuffer(payload, np.uint8)[: buffer.nbytes] = np.frombuffer(buffer, np.uint8)
-        return _Record(key, (block, payload), buffer.nbytes, now)
+    def _prepare(self, items: Sequence[tuple[bytes, Payload]]) -> list[_Record]:
+        """Records of at most a run. Their header blocks lie in this thread's scratch."""
+        records = []
+        for block, (key, payload) in zip(self._scratch.blocks, items, strict=False):
+            now = time.time_ns()
+            block[:] = encode_header(key, payload.pieces, now).ljust(BLOCK_BYTES, b"\0")
+            records.append(_Record(key, block, payload, now))
+        return records
 
     def _reserve(
         self, records: list[_Record], elsewhere: dict[bytes, list[Status]]
@@ -565,7 +555,7 @@ class FileTier(Tier):
         """The first records, as far as the active segment has room."""
         room = self._segment_bytes - self._tail if self._active is not None else 0
         for count, record in enumerate(records):
-            room -= record_blocks(record.length) * BLOCK_BYTES
+            room -= record_blocks(record.payload.length) * BLOCK_BYTES
             if room < 0:
                 return records[:count]
         return records
@@ -577,24 +567,22 @@ class FileTier(Tier):
         rows, start = [], self._tail
         for record in batch:
             offset, time_s = self._tail // BLOCK_BYTES, record.created_ns // 10**9
-            rows.append(Row(self._active, generation, record.key, offset, record.length, time_s))
-            self._tail += record_blocks(record.length) * BLOCK_BYTES
+            rows.append(Row(self._active, generation, record.key, offset, record.payload.length, time_s))
+            self._tail += record_blocks(record.payload.length) * BLOCK_BYTES
         self._unwritten[self._active] += len(rows)
         outcome: list[Status] = []
         self._in_flight |= dict.fromkeys((row.key for row in rows), outcome)
-        parts = [part for record in batch for part in record.parts]
-        return _Piece(self._active_file, start, self._tail, parts, rows, again, outcome)
+        return _Piece(self._active_file, start, self._tail, batch, rows, again, outcome)
 
     def _write(self, piece: _Piece) -> dict[bytes, Status]:
-        """Write a piece by one system call, make it durable, journal it, offer its chunks.
+        """Write a piece by as few system calls as it takes, make it durable, journal it, offer its chunks.
 
         Takes _write_lock only at the end: the disk works on several pieces at once, and a flush
         takes milliseconds.
         """
         status = Status.OK
         try:
-            if os.pwritev(piece.file.fd, piece.parts, piece.start) != piece.end - piece.start:
-                raise OSError(errno.EIO, "short write")
+            self._write_records(piece)
             os.fdatasync(piece.file.fd)
         except OSError as error:
             self._failed("write", error)
@@ -618,6 +606,26 @@ class FileTier(Tier):
             piece.outcome.append(status)
             self._landed.notify_all()
         return dict.fromkeys((row.key for row in piece.rows), status)
+
+    def _write_records(self, piece: _Piece) -> None:
+        """Raises OSError."""
+        extents = [
+            Extent.of(r.offset, record.payload) for r, record in zip(piece.rows, piece.records, strict=True)
+        ]
+        at = piece.start
+        for run in runs(extents):
+            records = piece.records[run]
+            parts: list[memoryview] = []
+            for record, vectors in zip(records, self._vectors([r.payload for r in records]), strict=True):
+                pieces, length, bounces = record.payload
+                if bounces:
+                    gather(vectors[0][:length], pieces)
+                    vectors[0][length:] = bytes(vectors[0].nbytes - length)
+                parts += (record.block, *vectors)
+            size = sum(part.nbytes for part in parts)
+            if os.pwritev(piece.file.fd, parts, at) != size:
+                raise OSError(errno.EIO, "short write")
+            at += size
 
     def _roll(self, pieces: list[_Piece]) -> Status:
         """Make another segment the active one: a free one, a new one, or else the oldest."""
@@ -694,11 +702,11 @@ class FileTier(Tier):
         hot = hot[: bisect_right(ends, self._segment_bytes // REINSERTED_SHARE) - 1]
         if not hot:
             return []
-        view = _memory(ends[len(hot)])
+        view = memory(ends[len(hot)])
         records = []
         try:
             file = self._open(segment)
-            for run in _runs([(place, record_blocks(length)) for place, length, _ in hot]):
+            for run in runs([Extent(place, record_blocks(length)) for place, length, _ in hot]):
                 part = view[ends[run.start] : ends[run.stop]]
                 os.preadv(file.fd, [part], (hot[run.start][0] & 0xFFFF) * BLOCK_BYTES)
         except OSError as error:
@@ -708,7 +716,8 @@ class FileTier(Tier):
             record = view[start : start + record_blocks(length) * BLOCK_BYTES]
             header = decode_header(record[:HEADER_BYTES])
             if header and verify(header, key, record[BLOCK_BYTES : BLOCK_BYTES + length]):
-                records.append(_Record(key, (record,), length, header.created_ns))
+                payload = Payload((record[BLOCK_BYTES:],), length, bounces=False)
+                records.append(_Record(key, record[:BLOCK_BYTES], payload, header.created_ns))
         return records
 
     # -- the journal and other processes
@@ -724,8 +733,8 @@ class FileTier(Tier):
         return True
 
     def _is_writer(self) -> bool:
-        """Whether this process writes; takes over when the writer is gone."""
-        if self._journal is None and time.monotonic() >= self._next_attempt:
+        """Whether this process writes; takes over when the writer is gone, if it may."""
+        if self._journal is None and not self._read_only and time.monotonic() >= self._next_attempt:
             self._next_attempt = time.monotonic() + POLL_S
             with self._write_lock:
                 if self._journal is None and not self._closed and self._directory.try_lock():
@@ -743,7 +752,7 @@ class FileTier(Tier):
         directory.delete_leftovers()
         scan = directory.scan()
         self._max_segments = directory.max_segments(self._info.capacity_bytes, scan)
-        index, order, damaged = self._load(scan)
+        index, order, damaged = self._load()
         full = [segment for segment in order if segment >> 16 == 0]
         free = sorted((s for s in scan.segments - order.keys() if s >> 16 == 0), reverse=True)
         dropped = []
@@ -774,18 +783,20 @@ class FileTier(Tier):
             self._index, self._journal = index, journal
             self._counters["evicted"] += evicted
 
-    def _load(self, scan: Scan) -> tuple[_Index, dict[int, int], int]:
+    def _load(self) -> tuple[_Index, dict[int, int], int]:
         """Index and order of `_Index.build`, and how many journal entries were damaged. Raises OSError."""
         self._forget_views()
         images = []
-        for writer in sorted(scan.writers):
+        for writer in sorted(self._directory.scan().writers):
             with contextlib.suppress(FileNotFoundError):
                 fd = open_journal(self._directory.journal_path(writer))
                 images.append(read_journal(fd))
                 self._views[writer] = _View(fd, images[-1].size_bytes, images[-1].namespaces)
         damaged = sum(image.damaged for image in images)
         self._count(journal_damaged=damaged)
-        return *_Index.build(images, scan.segments, self._segment_bytes), damaged
+        # Listed after the journals were read: what they speak of is there unless it was deleted since.
+        segments = self._directory.scan().segments
+        return *_Index.build(images, segments, self._segment_bytes), damaged
 
     def _forget_views(self) -> None:
         self._files = {}  # the writer may have dropped some
@@ -797,7 +808,7 @@ class FileTier(Tier):
         """Read all journals from the start."""
         with self._write_lock:
             if self._journal is None and not self._closed:
-                index, _, _ = self._load(self._directory.scan())
+                index, _, _ = self._load()
                 with self._lock:
                     self._index = index
 
@@ -864,23 +875,28 @@ class FileTier(Tier):
 
     # -- small things
 
-    def _check(self, keys: Sequence[bytes], buffers: Sequence[memoryview] | None = None) -> None:
+    def _check(
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None, *, writable: bool = False
+    ) -> None:
         """Raise ValueError on what only a programming error can cause."""
         if self._closed:
             raise ValueError("the file tier is closed")
-        check_batch(keys, buffers)
+        check_batch(keys, buffers, writable=writable)
 
     def _count(self, **amounts: int) -> None:
         with self._lock:
             self._counters.update(amounts)
 
     def _say(self, what: str) -> None:
+        role = "for reading only" if self._read_only else "for reading: another process writes"
+        if self._journal is not None:
+            role = "as the writer"
         logger.info(
             "lmkv: %s %s with %d chunks, %s; %d damaged journal entries, %d foreign files",
             self._directory.path,
             what,
             self._index.chunks,
-            "as the writer" if self._journal is not None else "for reading: another process writes",
+            role,
             self._counters["journal_damaged"],
             self._counters["foreign_files"],
         )
@@ -897,19 +913,3 @@ class FileTier(Tier):
         self._count(io_errors=1)
         if self._may_log():
             logger.warning("lmkv: the file tier in %s could not %s: %s", self._directory.path, what, error)
-
-
-def _memory(size_bytes: int) -> memoryview:
-    """Aligned memory, of huge pages where it is large: the disk moves those several times as fast.
-
-    Private, because Python's default, a shared mapping, gets none.
-    """
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(mapping)
-
-
-def _address(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address

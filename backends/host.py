@@ -8,10 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lmkv.config import load_table, resolve_host_capacity
-from lmkv.tier import Status, Tier, TierInfo, TierStats, check_batch
+from lmkv.tier import (
+    Buffer,
+    Status,
+    Tier,
+    TierInfo,
+    TierStats,
+    buffer_bytes,
+    check_batch,
+    gather,
+    scatter,
+)
 
 #: Chunks start on cache lines; coarser would waste memory on small chunks.
 ALIGNMENT_BYTES = 64
@@ -34,8 +43,8 @@ class HostTier(Tier):
         # A private mapping, because Python's default, a shared one, gets no transparent huge pages.
         mapping = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        self._memory: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        self._memory[:: mmap.PAGESIZE] = 0  # fault it in now, not on somebody's first store
+        self._memory = memoryview(mapping)
+        np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE] = 0  # fault it in now, not on a first store
         self._lock = threading.Lock()
         self._chunks: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # start, length; oldest use first
         self._free = [(0, capacity_bytes)]  # start, length; sorted, never adjacent
@@ -51,12 +60,12 @@ class HostTier(Tier):
         self._check(keys)
         return [key in self._chunks for key in keys]
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         self._check(keys, buffers, writable=True)
         return list(map(self._get, keys, buffers))
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
-        self._check(keys, buffers, writable=False)
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
+        self._check(keys, buffers)
         return list(map(self._put, keys, buffers))
 
     def remove(self, keys: Sequence[bytes]) -> list[Status]:
@@ -73,36 +82,33 @@ class HostTier(Tier):
             self._closed = True
             self._chunks.clear()
             self._used_bytes = 0
-            self._memory = np.empty(0, np.uint8)  # drops the last reference to the mapping
+            self._memory = memoryview(b"")  # drops the last reference to the mapping
 
     def _check(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview] = (), writable: bool | None = None
+        self, keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None, *, writable: bool = False
     ) -> None:
         """Raise ValueError on what only a programming error can cause."""
         if self._closed:
             raise ValueError("the host tier is closed")
-        check_batch(keys, None if writable is None else buffers)
-        if not all(buffer.c_contiguous and not (writable and buffer.readonly) for buffer in buffers):
-            raise ValueError("a buffer must be contiguous, and writable in get")
+        check_batch(keys, buffers, writable=writable)
 
-    def _get(self, key: bytes, buffer: memoryview) -> Status:
+    def _get(self, key: bytes, buffer: Buffer) -> Status:
         with self._lock:
             if key not in self._chunks:
                 self._counters["get_misses"] += 1
                 return Status.MISS
             start, length = self._chunks[key]
-            if length != buffer.nbytes:
+            if length != buffer_bytes(buffer):
                 self._forget(key)
                 self._counters["corrupt"] += 1
                 return Status.CORRUPT
             self._chunks.move_to_end(key)
-            # A numpy copy lets other threads run; assigning to a memoryview slice would not.
-            np.frombuffer(buffer, np.uint8)[:] = self._memory[start : start + length]
+            scatter(self._memory[start : start + length], buffer)
             self._counters["get_hits"] += 1
             return Status.OK
 
-    def _put(self, key: bytes, buffer: memoryview) -> Status:
-        length = buffer.nbytes
+    def _put(self, key: bytes, buffer: Buffer) -> Status:
+        length = buffer_bytes(buffer)
         with self._lock:
             if key in self._chunks:
                 self._chunks.move_to_end(key)
@@ -111,7 +117,7 @@ class HostTier(Tier):
                 self._counters["put_rejected"] += 1
                 return Status.REJECTED
             start = self._allocate(_extent(length))
-            self._memory[start : start + length] = np.frombuffer(buffer, np.uint8)
+            gather(self._memory[start : start + length], buffer)
             self._chunks[key] = (start, length)
             self._used_bytes += length
             self._counters["puts"] += 1

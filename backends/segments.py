@@ -98,8 +98,11 @@ def max_segments_for(capacity_bytes: int, segment_bytes: int, foreign_bytes: int
 class Directory:
     """A directory that passed all checks; `locked` says whether this process may write to it."""
 
-    def __init__(self, path: Path, capacity_bytes: int) -> None:
-        """Check or create. Raises ConfigError naming `[file] path` or `[file] capacity`."""
+    def __init__(self, path: Path, capacity_bytes: int, *, read_only: bool = False) -> None:
+        """Check or create. Raises ConfigError naming `[file] path` or `[file] capacity`.
+
+        With `read_only` the lock is held only while a new directory is created, and not afterwards.
+        """
         self.path = path
         self._lock_fd = -1
         try:
@@ -108,10 +111,13 @@ class Directory:
                 path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
             self.locked = False
-            self.try_lock()
+            if not read_only:
+                self.try_lock()
             segment_bytes = self._read_format()
             self._check_capacity(capacity_bytes, segment_bytes or segment_bytes_for(capacity_bytes))
             self.segment_bytes = segment_bytes or self._write_format(segment_bytes_for(capacity_bytes))
+            if read_only and self.locked:
+                self.unlock()
             self.direct = self._probe_direct()
         except OSError as error:
             self.close()
@@ -278,8 +284,10 @@ class Directory:
                 fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 break
             except FileNotFoundError:
-                if self.try_lock():
+                if self.locked:
                     return None
+                if self.try_lock():  # look again: somebody may have created it just now, and gone
+                    continue
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)

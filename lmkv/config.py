@@ -15,7 +15,7 @@ import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -115,6 +115,26 @@ class VllmConfig(_Table, frozen=True):
     ] = False
 
 
+class SglangConfig(_Table, frozen=True):
+    """SGLang only."""
+
+    mode: Annotated[
+        Literal["storage", "linker"],
+        Meta(
+            description="What lmkv turns on in SGLang when it is started without flags for it: `storage` "
+            "below SGLang's own host pool (HiCache), or `linker`, lmkv's slab in the place of that pool "
+            "(SGLang 0.5.23 or newer)."
+        ),
+    ] = "storage"
+    single_tenant: Annotated[
+        bool,
+        Meta(
+            description="No request carries a `cache_salt`, an `extra_key` or a LoRA adapter. Needed before "
+            "SGLang 0.5.20, whose names of stored pages do not tell those apart."
+        ),
+    ] = False
+
+
 class Config(_Table, frozen=True):
     """All settings of one engine."""
 
@@ -122,6 +142,7 @@ class Config(_Table, frozen=True):
     file: FileConfig = FileConfig()
     identity: IdentityConfig = IdentityConfig()
     vllm: VllmConfig = VllmConfig()
+    sglang: SglangConfig = SglangConfig()
 
 
 _TABLES: dict[str, type[_Table]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
@@ -138,6 +159,7 @@ _EXPECTED: dict[Any, str] = {
     int: "an integer of 1 or more",
     str: "a string",
     str | None: "a string",
+    Literal["storage", "linker"]: '"storage" or "linker"',
 }
 
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", re.IGNORECASE)
@@ -393,9 +415,14 @@ lmkv needs no setting. Those there are come from four sources; later ones win, s
 1. the defaults below;
 2. the TOML file named by the environment variable `LMKV_CONFIG`;
 3. environment variables, `LMKV_SECTION_NAME`; an empty one counts as unset;
-4. the table `"lmkv"` in the engine's extra config, for example
+4. the table `"lmkv"` in the engine's extra config, for example vLLM's
    `--kv-transfer-config '{"kv_connector": "LMKVConnector", "kv_role": "kv_both",
-   "kv_connector_extra_config": {"lmkv": {"host": {"capacity": "20GiB"}}}}'`.
+   "kv_connector_extra_config": {"lmkv": {"host": {"capacity": "20GiB"}}}}'`; under SGLang it stands in
+   `--hicache-storage-backend-extra-config` or in the `linker_extra_config` of
+   `--unified-cache-external-linker-config`.
+
+Under SGLang any setting from the first three sources turns lmkv on, unless SGLang's own flags do (README.md).
+`[host]` is then read in the mode `linker` alone: in the mode `storage` SGLang has its own host pool.
 
 ```toml
 [host]

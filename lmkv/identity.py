@@ -1,10 +1,10 @@
 """What makes KV bytes interchangeable: the content of the weights, not their name."""
 
 import hashlib
-import logging
+import json
+from collections.abc import Mapping
 from pathlib import Path
-
-logger = logging.getLogger(__name__)
+from typing import Any
 
 #: Of each weight file this many pieces of this size, evenly spread, are hashed besides the header:
 #: fine-tunes and merges change weights everywhere, so a sample finds them; a full hash would cost
@@ -17,6 +17,33 @@ _MAX_HEADER_BYTES = 64 << 20
 #: The last two describe the quantisation of checkpoints that keep it apart.
 _CONFIG_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+#: Where a model lies and who wrote its config says nothing about its KV.
+_NOT_CONTENT = {"_name_or_path", "transformers_version"}
+
+
+def local_model(name: str, revision: str | None) -> Path | None:
+    """Where a model's files are: `name` itself, or the hub's local copy of it; None if there is none."""
+    path = Path(name)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001  # whatever the hub client raises, there is no local copy
+        return None
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of a model's effective config, without where it lies and who wrote the file."""
+
+    def content(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: content(v) for k, v in value.items() if k not in _NOT_CONTENT}
+        return value
+
+    text = json.dumps(content(dict(config)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_digest(model: Path) -> str | None:

@@ -4,6 +4,7 @@ The connectors hand them to the engine's own metrics endpoint; lmkv opens no soc
 """
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 
@@ -81,6 +82,19 @@ class Metrics:
                 out.append((series, value - self._taken.get(series, 0)))
                 self._taken[series] = value
         return out
+
+
+class SharedMetrics(Metrics):
+    """Metrics that several threads add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: float = 1, *labels: str) -> None:
+        """See `Metrics.add`."""
+        with self._lock:
+            super().add(name, amount, *labels)
 
 
 class RateLimitedLog:

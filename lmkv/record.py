@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import xxhash
 
 from lmkv.keys import KEY_BYTES
+from lmkv.tier import Buffer, buffer_bytes, pieces
 
 MAGIC = b"LMKVREC\0"
 VERSION = 1
@@ -56,25 +57,25 @@ class RecordHeader:
     layout: bytes
 
 
-#: xxhash gives up the GIL for inputs above 64 KiB. For a large chunk that is what lets two threads
+#: xxhash gives up the GIL for inputs above 64 KiB. For a large piece that is what lets two threads
 #: hash at once; for a small one, getting it back beside a busy thread takes longer than the hashing.
 _GIL_PIECE_BYTES = 64 << 10
 _SMALL_BYTES = 1 << 20
 
 
-def payload_digest(payload: memoryview) -> bytes:
-    """XXH3-128 of the payload, 16 bytes."""
-    if payload.nbytes > _SMALL_BYTES:
-        return xxhash.xxh3_128_digest(payload)
+def payload_digest(payload: Buffer) -> bytes:
+    """XXH3-128 of the payload, 16 bytes; the same however it is cut into pieces."""
     hasher = xxhash.xxh3_128()
-    for start in range(0, payload.nbytes, _GIL_PIECE_BYTES):
-        hasher.update(payload[start : start + _GIL_PIECE_BYTES])
+    for piece in pieces(payload):
+        step = _GIL_PIECE_BYTES if piece.nbytes <= _SMALL_BYTES else piece.nbytes
+        for start in range(0, piece.nbytes, step):
+            hasher.update(piece[start : start + step])
     return hasher.digest()
 
 
 def encode_header(
     key: bytes,
-    payload: memoryview,
+    payload: Buffer,
     created_ns: int,
     *,
     raw_bytes: int | None = None,
@@ -82,7 +83,7 @@ def encode_header(
     layout: bytes = _NO_LAYOUT,
 ) -> bytes:
     """Header for `payload` stored under `key`; `HEADER_BYTES` long."""
-    stored = payload.nbytes
+    stored = buffer_bytes(payload)
     body = _BODY.pack(
         MAGIC,
         VERSION,
@@ -113,12 +114,12 @@ def decode_header(block: bytes | bytearray | memoryview) -> RecordHeader | None:
     return RecordHeader(key, codec, raw, stored, digest, created, layout)
 
 
-def verify(header: RecordHeader | None, key: bytes, payload: memoryview) -> bool:
+def verify(header: RecordHeader | None, key: bytes, payload: Buffer) -> bool:
     """Whether `header` and `payload` are the raw chunk stored under `key`, byte for byte."""
     return (
         header is not None
         and header.key == key
         and header.codec == CODEC_RAW
-        and header.raw_bytes == header.stored_bytes == payload.nbytes
+        and header.raw_bytes == header.stored_bytes == buffer_bytes(payload)
         and payload_digest(payload) == header.payload_digest
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from lmkv.executor import Executor, Job
+from lmkv.executor import Executor, Job, ThreadedExecutor
 from lmkv.index import NO_OWNER, Entry, HostIndex
 from lmkv.keys import GROUP_BYTES, Namespace, make_key
 from lmkv.metrics import Metrics, RateLimitedLog
@@ -40,6 +40,8 @@ DEFER_BYTES_PER_S = 0.5e9
 #: GIL is passed around rarely (see docs/performance.md).
 READ_BATCH_BYTES = 8 << 20
 READ_THREADS = 6
+#: Half of a slab of 64 GiB.
+MAX_READ_JOBS = 4096
 #: Bytes of one write job. While one runs, the next is only started once it is full: what comes in
 #: slowly is written in few large pieces, what comes in fast by several threads.
 WRITE_BATCH_BYTES = 64 << 20
@@ -61,6 +63,14 @@ class Lookup(enum.IntEnum):
     HIT = 1
     #: On its way into host memory; ask again.
     PENDING = 2
+
+
+class Presence(enum.IntEnum):
+    """Where a chunk lies, as far as the indexes say."""
+
+    NOWHERE = 0
+    BELOW = 1
+    HOST = 2
 
 
 class SlabView(Protocol):
@@ -91,6 +101,15 @@ class Below:
     writing_bytes: int = 0
     #: Slot bytes that are queued and not yet in a write job.
     queued_bytes: int = 0
+
+    @classmethod
+    def threaded(cls, tier: Tier) -> "Below":
+        """With threads of its own."""
+        return cls(
+            tier=tier,
+            reads=ThreadedExecutor(f"{tier.info.name}-read", READ_THREADS, MAX_READ_JOBS),
+            writes=ThreadedExecutor(f"{tier.info.name}-write", WRITE_THREADS, WRITE_THREADS),
+        )
 
     @property
     def name(self) -> str:
@@ -304,6 +323,24 @@ class Store:
         self._view = _NOTHING
         if self._unread:
             self._submit_reads()
+
+    def presence(self, keys: Sequence[bytes]) -> list[Presence]:
+        """Where each chunk lies. Starts nothing and promises nothing."""
+        ready = self.index.ready
+        found = [Presence.HOST if key in ready else Presence.NOWHERE for key in keys]
+        for below in self._below:
+            missing = [i for i, where in enumerate(found) if where is Presence.NOWHERE]
+            if missing and not below.reads.open:
+                there = below.tier.contains([self._tier_key(keys[i]) for i in missing])
+                for i, is_there in zip(missing, there, strict=True):
+                    if is_there:
+                        found[i] = Presence.BELOW
+        return found
+
+    @property
+    def promotable_bytes(self) -> int:
+        """Slot bytes that may be promoted at once now; see `_promote`."""
+        return self._half_bytes - self._promoting_bytes
 
     def source(self, request: Request, key: bytes) -> str:
         """Tier that `key` came from for this request: "host", or the tier it was promoted from."""

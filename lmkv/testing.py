@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import hypothesis
@@ -20,8 +21,10 @@ import numpy as np
 import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from lmkv.keys import KEY_BYTES, Namespace, make_key
+from lmkv.tier import Buffer as TierBuffer
 from lmkv.tier import Status, Tier
 
 PAGE_BYTES = 4096
@@ -44,48 +47,90 @@ def chunk_bytes(key: bytes, length: int, version: int = 0) -> bytes:
     return np.random.default_rng([version, length, *key]).bytes(length)
 
 
-class Buffer:
-    """A writable `view` of `length` bytes between guards, at a page boundary or just off one."""
+def _multiples(length: int, count: int) -> list[int]:
+    """Where the second of `count` like pieces begins, and so on: at page boundaries if there are some."""
+    step = -(-length // count)
+    step = -(-step // PAGE_BYTES) * PAGE_BYTES if length > PAGE_BYTES else step
+    return [min(step * i, length) for i in range(1, count)]
 
-    def __init__(self, length: int, *, aligned: bool = True) -> None:
-        self._array = np.full(length + 3 * PAGE_BYTES, _GUARD, np.uint8)
-        start = -self._array.ctypes.data % PAGE_BYTES + PAGE_BYTES + (0 if aligned else 1)
-        self._start, self._end = start, start + length
-        self.view = self._array.data[start : self._end]
+
+#: How a chunk of some length is handed over: None as one memoryview, otherwise where its second and
+#: further pieces begin.
+CUTS: dict[str, Callable[[int], list[int] | None]] = {
+    "whole": lambda length: None,
+    "one piece": lambda length: [],
+    "keys and values": lambda length: _multiples(length, 2),
+    "layers": lambda length: _multiples(length, 16),
+    "ragged": lambda length: [0, length // 3, length // 3, length - 1],  # the first and third are empty
+    "scattered": lambda length: list(range(1024, length, 1024)),  # at 2 MiB too many for a system call
+}
+
+
+class Buffer:
+    """Writable memory for `length` bytes between guards, at page boundaries or just off them.
+
+    `given` is what a tier takes: one memoryview, or a list of pieces that do not touch (see `CUTS`).
+    """
+
+    def __init__(self, length: int, *, aligned: bool = True, cut: str = "whole") -> None:
+        begins = CUTS[cut](length)
+        self._edges = [0, *(begins or ()), length]
+        room = (length + 3 * PAGE_BYTES) + 2 * PAGE_BYTES * len(self._edges)
+        self._array = np.full(room, _GUARD, np.uint8)
+        self.pieces: list[memoryview] = []
+        self._gaps: list[NDArray[np.uint8]] = []
+        at = -self._array.ctypes.data % PAGE_BYTES
+        end = 0
+        for begin, stop in pairwise(self._edges):
+            start = at + PAGE_BYTES + (0 if aligned else 1)
+            self._gaps.append(self._array[max(end, start - _GUARD_BYTES) : start])
+            end = start + stop - begin
+            self._gaps.append(self._array[end : end + _GUARD_BYTES])
+            self.pieces.append(self._array.data[start:end])
+            at += -(-(end - at) // PAGE_BYTES) * PAGE_BYTES
+        self.given: memoryview | list[memoryview] = self.pieces[0] if begins is None else self.pieces
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def fill(self, content: bytes) -> None:
+        for piece, (begin, stop) in zip(self.pieces, pairwise(self._edges), strict=True):
+            piece[:] = content[begin:stop]
 
     def check_guards(self) -> None:
-        before = self._array[self._start - _GUARD_BYTES : self._start]
-        after = self._array[self._end : self._end + _GUARD_BYTES]
-        assert (before == _GUARD).all() and (after == _GUARD).all(), "the tier wrote outside the buffer"
+        assert all((gap == _GUARD).all() for gap in self._gaps), "the tier wrote outside the buffer"
 
     @classmethod
-    def of(cls, content: bytes, *, aligned: bool = True) -> "Buffer":
-        buffer = cls(len(content), aligned=aligned)
-        buffer.view[:] = content
+    def of(cls, content: bytes, *, aligned: bool = True, cut: str = "whole") -> "Buffer":
+        buffer = cls(len(content), aligned=aligned, cut=cut)
+        buffer.fill(content)
         return buffer
 
 
-def put(tier: Tier, chunks: Sequence[tuple[bytes, bytes]], *, aligned: bool = True) -> list[Status]:
+def put(
+    tier: Tier, chunks: Sequence[tuple[bytes, bytes]], *, aligned: bool = True, cut: str = "whole"
+) -> list[Status]:
     """Store (key, content) pairs in one call."""
-    buffers = [Buffer.of(content, aligned=aligned) for _, content in chunks]
-    statuses = tier.put([key for key, _ in chunks], [buffer.view for buffer in buffers])
+    buffers = [Buffer.of(content, aligned=aligned, cut=cut) for _, content in chunks]
+    statuses = tier.put([key for key, _ in chunks], [buffer.given for buffer in buffers])
     for buffer, (_, content) in zip(buffers, chunks, strict=True):
-        assert bytes(buffer.view) == content, "put changed the caller's buffer"
+        assert buffer.content == content, "put changed the caller's buffer"
     assert len(statuses) == len(chunks)
     return statuses
 
 
 def get(
-    tier: Tier, wanted: Sequence[tuple[bytes, int]], *, aligned: bool = True
+    tier: Tier, wanted: Sequence[tuple[bytes, int]], *, aligned: bool = True, cut: str = "whole"
 ) -> list[tuple[Status, bytes | None]]:
     """Read (key, length) pairs in one call: each status, and the bytes where it is OK."""
-    buffers = [Buffer(length, aligned=aligned) for _, length in wanted]
-    statuses = tier.get([key for key, _ in wanted], [buffer.view for buffer in buffers])
+    buffers = [Buffer(length, aligned=aligned, cut=cut) for _, length in wanted]
+    statuses = tier.get([key for key, _ in wanted], [buffer.given for buffer in buffers])
     assert len(statuses) == len(wanted)
     for buffer in buffers:
         buffer.check_guards()
     return [
-        (status, bytes(buffer.view) if status == Status.OK else None)
+        (status, buffer.content if status == Status.OK else None)
         for status, buffer in zip(statuses, buffers, strict=True)
     ]
 
@@ -160,6 +205,44 @@ class TierConformance:
         assert get(tier, [(key, length)], aligned=aligned) == [(Status.OK, content)]
         assert get(tier, [(key, length)], aligned=not aligned) == [(Status.OK, content)]
 
+    @pytest.mark.parametrize("aligned", [True, False])
+    @pytest.mark.parametrize("cut", CUTS)
+    def test_how_a_buffer_is_cut_makes_no_difference(self, tier: Tier, cut: str, aligned: bool) -> None:
+        chunks = [(key := chunk_key(i), chunk_bytes(key, length)) for i, length in enumerate(SIZES)]
+        wanted = [(key, len(content)) for key, content in chunks]
+        assert put(tier, chunks, aligned=aligned, cut=cut) == [Status.OK] * len(chunks)
+        for other in CUTS:
+            found = get(tier, wanted, aligned=aligned, cut=other)
+            assert found == [(Status.OK, content) for _, content in chunks]
+        assert put(tier, chunks) == [Status.OK] * len(chunks)
+        assert tier.stats().chunks == len(chunks)
+
+    def test_a_batch_of_buffers_cut_in_different_ways(self, tier: Tier) -> None:
+        chunks = [(key := chunk_key(i), chunk_bytes(key, 64 * 2**10)) for i in range(4 * len(CUTS))]
+        keys = [key for key, _ in chunks]
+        for turn in range(2):
+            buffers = [
+                Buffer.of(content, aligned=i % 3 > 0, cut=[*CUTS][(i + turn) % len(CUTS)])
+                for i, (_, content) in enumerate(chunks)
+            ]
+            if turn == 0:
+                assert tier.put(keys, [buffer.given for buffer in buffers]) == [Status.OK] * len(keys)
+            else:
+                for buffer in buffers:
+                    buffer.fill(bytes(64 * 2**10))
+                assert tier.get(keys, [tuple(buffer.pieces) for buffer in buffers]) == [Status.OK] * len(keys)
+            assert [buffer.content for buffer in buffers] == [content for _, content in chunks]
+
+    @pytest.mark.parametrize("empty", [memoryview(b""), (), [memoryview(b""), memoryview(b"")]])
+    def test_a_chunk_of_no_bytes_is_rejected(self, tier: Tier, empty: TierBuffer) -> None:
+        key, other = chunk_key(1), chunk_key(2)
+        content = chunk_bytes(other, PAGE_BYTES)
+        statuses = tier.put([key, other], [empty, memoryview(content)])
+        assert statuses == [Status.REJECTED, Status.OK]
+        assert tier.contains([key]) == [False]
+        assert tier.get([key], [empty]) == [Status.MISS]
+        assert tier.get([other], [empty]) == [Status.CORRUPT]
+
     def test_a_batch_keeps_its_order_with_duplicates_and_misses(self, tier: Tier) -> None:
         chunks = [(key := chunk_key(i), chunk_bytes(key, length)) for i, length in enumerate(SIZES)]
         chunks.append(chunks[1])
@@ -193,8 +276,8 @@ class TierConformance:
         key = chunk_key(1)
         content = chunk_bytes(key, PAGE_BYTES)
         buffer = Buffer.of(content)
-        assert tier.put([key], [buffer.view]) == [Status.OK]
-        buffer.view[:] = bytes(PAGE_BYTES)
+        assert tier.put([key], [buffer.given]) == [Status.OK]
+        buffer.fill(bytes(PAGE_BYTES))
         assert get(tier, [(key, PAGE_BYTES)]) == [(Status.OK, content)]
 
     def test_surplus_buffers_are_left_alone(self, tier: Tier) -> None:
@@ -202,9 +285,9 @@ class TierConformance:
         content = chunk_bytes(key, PAGE_BYTES)
         assert put(tier, [(key, content)]) == [Status.OK]
         buffers = [Buffer(PAGE_BYTES), Buffer(PAGE_BYTES)]
-        assert tier.get([key], [buffer.view for buffer in buffers]) == [Status.OK]
-        assert buffers[0].view == content
-        assert buffers[1].view == bytes([_GUARD]) * PAGE_BYTES
+        assert tier.get([key], [buffer.given for buffer in buffers]) == [Status.OK]
+        assert buffers[0].content == content
+        assert buffers[1].content == bytes([_GUARD]) * PAGE_BYTES
 
     # Keys.
 
@@ -272,7 +355,7 @@ class TierConformance:
 
     @pytest.mark.parametrize("length", [0, KEY_BYTES - 1, KEY_BYTES + 1])
     def test_a_key_of_the_wrong_length_raises(self, tier: Tier, length: int) -> None:
-        keys, buffers = [chunk_key(1), bytes(length)], [Buffer(8).view, Buffer(8).view]
+        keys, buffers = [chunk_key(1), bytes(length)], [Buffer(8).given, Buffer(8).given]
         for call in (
             lambda: tier.contains(keys),
             lambda: tier.get(keys, buffers),
@@ -283,17 +366,32 @@ class TierConformance:
                 call()
 
     def test_fewer_buffers_than_keys_raise(self, tier: Tier) -> None:
-        keys, buffers = [chunk_key(1), chunk_key(2)], [Buffer(8).view]
+        keys, buffers = [chunk_key(1), chunk_key(2)], [Buffer(8).given]
         with pytest.raises(ValueError):
             tier.get(keys, buffers)
         with pytest.raises(ValueError):
             tier.put(keys, buffers)
 
+    def test_a_buffer_of_another_form_raises_and_harms_nothing(self, tier: Tier) -> None:
+        key, other = chunk_key(1), chunk_key(2)
+        content = chunk_bytes(other, 64)
+        good = Buffer.of(content).given
+        for bad in (memoryview(bytearray(128))[::2], memoryview(bytearray(64)).cast("I")):
+            for buffer in (bad, [bad], [memoryview(bytearray(64)), bad]):
+                with pytest.raises(ValueError):
+                    tier.put([other, key], [good, buffer])
+                with pytest.raises(ValueError):
+                    tier.get([other, key], [good, buffer])
+        with pytest.raises(ValueError):
+            tier.get([key], [memoryview(bytes(64))])
+        assert put(tier, [(other, content)]) == [Status.OK]
+        assert get(tier, [(other, 64)]) == [(Status.OK, content)]
+
     def test_use_after_close_raises(self, tmp_path: Path) -> None:
         tier = self.make_tier(tmp_path)
         tier.close()
         tier.close()
-        keys, buffers = [chunk_key(1)], [Buffer(8).view]
+        keys, buffers = [chunk_key(1)], [Buffer(8).given]
         for call in (
             lambda: tier.contains(keys),
             lambda: tier.get(keys, buffers),
@@ -395,8 +493,9 @@ class TierConformance:
         assert tier.stats().chunks == len(keys)
 
     def test_a_reader_sees_all_of_a_chunk_or_nothing(self, tier: Tier) -> None:
-        # Large enough that readers fall into the copy; one repeated byte, so that a mix shows.
-        keys, length = [chunk_key(1), chunk_key(2)], 2**20
+        # Large enough that readers fall into the copy (lmkv's own tiers let go of the GIL above 1 MiB); one
+        # repeated byte, so that a mix shows.
+        keys, length = [chunk_key(1), chunk_key(2)], 2**20 + PAGE_BYTES
         done = threading.Event()
         reads = [0, 0]
 
@@ -405,7 +504,7 @@ class TierConformance:
             try:
                 for turn in range(150):
                     # Each place gets other content than it had.
-                    views = [buffers[turn % 2].view, buffers[1 - turn % 2].view]
+                    views = [buffers[turn % 2].given, buffers[1 - turn % 2].given]
                     assert tier.put(keys, views) == [Status.OK] * 2
                     assert tier.remove(keys) == [Status.OK] * 2
             finally:
@@ -416,8 +515,8 @@ class TierConformance:
             whole = [bytes([version]) * length for version in (1, 2)]
             while not done.is_set():
                 for key in keys:
-                    (status,) = tier.get([key], [buffer.view])
-                    assert status == Status.MISS or (status == Status.OK and bytes(buffer.view) in whole)
+                    (status,) = tier.get([key], [buffer.given])
+                    assert status == Status.MISS or (status == Status.OK and buffer.content in whole)
                 reads[reader] += 1
 
         run_threads([write, lambda: read(0), lambda: read(1)])
@@ -531,6 +630,8 @@ def state_machine_for(
     sizes = st.sampled_from([1, 511, PAGE_BYTES, PAGE_BYTES + 1, 2**20, 0])
     references = st.builds(chunk_key, indices, st.integers(0, 1))
     batches = st.lists(references, min_size=1, max_size=6)
+    #: Not "scattered", which makes thousands of pieces of the longest.
+    cuts = st.sampled_from([cut for cut in CUTS if cut != "scattered"])
 
     class Machine(stateful.RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -545,23 +646,25 @@ def state_machine_for(
         def nothing_evicted(self) -> bool:
             return self.written_bytes <= self.tier.info.capacity_bytes // 2
 
-        @stateful.rule(keys=batches, size=sizes)
-        def put(self, keys: list[bytes], size: int) -> None:
+        @stateful.rule(keys=batches, size=sizes, aligned=st.booleans(), cut=cuts)
+        def put(self, keys: list[bytes], size: int, aligned: bool, cut: str) -> None:
             # A key names one content, so a key that was stored once keeps its length.
             size = size or self.tier.info.capacity_bytes // 20
             chunks = [(key, self.model.get(key) or chunk_bytes(key, size)) for key in keys]
             new = {key: content for key, content in chunks if not self.tier.contains([key])[0]}
             self.written_bytes += sum(len(content) + overhead_bytes_per_chunk for content in new.values())
-            for (key, content), status in zip(chunks, put(self.tier, chunks), strict=True):
+            statuses = put(self.tier, chunks, aligned=aligned, cut=cut)
+            for (key, content), status in zip(chunks, statuses, strict=True):
                 if self.nothing_evicted:
                     assert status == Status.OK
                 assert status in (Status.OK, Status.REJECTED)
                 if status == Status.OK:
                     self.model[key] = content
 
-        @stateful.rule(keys=batches)
-        def get(self, keys: list[bytes]) -> None:
-            found = get(self.tier, [(key, len(self.model.get(key, b"12345678"))) for key in keys])
+        @stateful.rule(keys=batches, aligned=st.booleans(), cut=cuts)
+        def get(self, keys: list[bytes], aligned: bool, cut: str) -> None:
+            wanted = [(key, len(self.model.get(key, b"12345678"))) for key in keys]
+            found = get(self.tier, wanted, aligned=aligned, cut=cut)
             for key, (status, content) in zip(keys, found, strict=True):
                 if key not in self.model or not self.nothing_evicted:
                     assert status in (Status.MISS, Status.OK)

@@ -10,12 +10,13 @@ from hypothesis import settings
 settings.register_profile("lmkv", deadline=None)
 settings.load_profile("lmkv")
 
-# Without an engine the files in tests/engine cannot even be imported.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["engine"]
+#: Where the tests of each engine lie. Without that engine their files cannot even be imported.
+ENGINES = {"vllm": "engine", "sglang": "sglang"}
+collect_ignore = [folder for engine, folder in ENGINES.items() if importlib.util.find_spec(engine) is None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in tests/engine as needing an engine."""
+    """Mark the tests that need an engine."""
     for item in items:
-        if "engine" in item.path.parts:
+        if item.path.parent.name in ENGINES.values():
             item.add_marker(pytest.mark.engine)

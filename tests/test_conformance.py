@@ -13,7 +13,7 @@ from lmkv.backends import open_tier, register_tier
 from lmkv.backends.host import HostTier
 from lmkv.record import MAGIC
 from lmkv.testing import PAGE_BYTES, TierConformance, chunk_bytes, chunk_key, get, put
-from lmkv.tier import Status, Tier
+from lmkv.tier import Buffer, Status, Tier, buffer_bytes, pieces
 
 
 class TestHostTier(TierConformance):
@@ -72,10 +72,10 @@ class ForgetsToRemove(HostTier):
 
 
 class IgnoresTheNamespace(HostTier):
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         return super().put([bytes(32) + key[32:] for key in keys], buffers)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         return super().get([bytes(32) + key[32:] for key in keys], buffers)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -86,21 +86,29 @@ class IgnoresTheNamespace(HostTier):
 
 
 class LosesTheLastByte(HostTier):
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         statuses = super().get(keys, buffers)
         for buffer in buffers:
-            if buffer.nbytes == PAGE_BYTES + 1:
-                buffer[-1] ^= 1
+            if buffer_bytes(buffer) == PAGE_BYTES + 1:
+                pieces(buffer)[-1][-1] ^= 1
         return statuses
 
 
+class RepeatsTheFirstPiece(HostTier):
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
+        return super().put(keys, [[*pieces(buffer)[:1], *pieces(buffer)[:-1]] for buffer in buffers])
+
+
 class ClaimsToStore(HostTier):
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Status]:
+    def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         super().put(keys[:4], buffers[:4])
         return [Status.OK] * len(keys)
 
 
-@pytest.mark.parametrize("kind", [ForgetsToRemove, IgnoresTheNamespace, LosesTheLastByte, ClaimsToStore])
+KINDS = [ForgetsToRemove, IgnoresTheNamespace, LosesTheLastByte, RepeatsTheFirstPiece, ClaimsToStore]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_state_machine_finds_faults(kind: type[HostTier]) -> None:
     class Suite(TierConformance):
         # Found is enough: shrinking to the smallest example would take half a minute.

@@ -21,6 +21,7 @@ import pytest
 
 from lmkv.backends import journal as journal_module
 from lmkv.backends import segments as segments_module
+from lmkv.backends import vectors as vectors_module
 from lmkv.backends.file import FileTier
 from lmkv.backends.journal import ENTRY_BYTES, open_journal, read_journal
 from lmkv.config import ConfigError
@@ -86,8 +87,11 @@ def path(tmp_path: Path) -> Path:
 def open_tier(path: Path) -> Iterator[Open]:
     tiers = []
 
-    def open_(capacity: int = CAPACITY) -> FileTier:
-        tiers.append(FileTier.open({"path": str(path), "capacity": capacity}))
+    def open_(capacity: int = CAPACITY, *, read_only: bool = False) -> FileTier:
+        if read_only:
+            tiers.append(FileTier(path, capacity, read_only=True))
+        else:
+            tiers.append(FileTier.open({"path": str(path), "capacity": capacity}))
         return tiers[-1]
 
     yield open_
@@ -170,27 +174,153 @@ def test_too_long_and_empty_chunks_are_rejected(open_tier: Open) -> None:
     assert counters(tier)["rejected"] == 2 and tier.stats().chunks == 0
 
 
-def test_a_batch_is_written_and_read_by_one_call(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = open_tier()
-    put(tier, [100])  # the first put also makes a segment
-    calls: list[str] = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The system calls that move, flush or journal chunks: name and number of vectors."""
+    made: list[tuple[str, int]] = []
 
     def counted(name: str) -> None:
         real = getattr(os, name)
 
         def call(*arguments: Any) -> Any:
-            calls.append(name)
+            made.append((name, len(arguments[1]) if name in ("preadv", "pwritev") else 1))
             return real(*arguments)
 
         monkeypatch.setattr(os, name, call)
 
     for name in ("preadv", "pwritev", "fdatasync", "pwrite"):
         counted(name)
+    return made
+
+
+def moved(calls: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The calls since the last time that moved chunks."""
+    result = [call for call in calls if call[0] in ("preadv", "pwritev")]
+    calls.clear()
+    return result
+
+
+def test_a_batch_is_written_and_read_by_one_call(open_tier: Open, calls: list[tuple[str, int]]) -> None:
+    tier = open_tier()
+    put(tier, [100])  # the first put also makes a segment
+    calls.clear()
     assert put(tier, list(range(16))) == [OK] * 16
-    assert sorted(calls) == ["fdatasync", "pwrite", "pwritev"]  # data, flush, journal
+    assert sorted(calls) == [("fdatasync", 1), ("pwrite", 1), ("pwritev", 32)]  # flush, journal, data
     calls.clear()
     assert get(tier, random.Random(1).sample(range(16), 16)) == [OK] * 16
-    assert calls == ["preadv"]
+    assert calls == [("preadv", 32)]
+
+
+# -- buffers in pieces
+
+
+def aligned_pieces(content: memoryview, count: int) -> list[memoryview]:
+    """The content in like pieces that begin at page boundaries and do not touch."""
+    size = content.nbytes // count
+    memory = memoryview(mmap.mmap(-1, count * (size + 4096)))
+    parts = [memory[start : start + size] for start in range(0, memory.nbytes, size + 4096)]
+    for i, part in enumerate(parts):
+        part[:] = content[i * size : (i + 1) * size]
+    return parts
+
+
+def test_aligned_pieces_are_the_vectors_of_one_call(open_tier: Open, calls: list[tuple[str, int]]) -> None:
+    tier = open_tier()
+    size, numbers = 64 * 1024, range(12)
+    put(tier, [100])
+    before = counters(tier)["bounced"]
+    keys = [key(n) for n in numbers]
+    for count in (2, 16):
+        calls.clear()
+        tier.remove(keys)
+        buffers = [aligned_pieces(payload(n, size), count) for n in numbers]
+        assert tier.put(keys, buffers) == [OK] * 12
+        assert moved(calls) == [("pwritev", 12 * (1 + count))]
+        assert get(tier, list(numbers), size) == [OK] * 12  # as one memoryview each
+        calls.clear()
+        for parts in buffers:
+            parts[-1][:] = parts[0][:] = bytes(parts[0].nbytes)
+        assert tier.get(keys, [tuple(parts) for parts in buffers]) == [OK] * 12
+        assert moved(calls) == [("preadv", 12 * (1 + count))]
+        assert [b"".join(parts) for parts in buffers] == [payload(n, size) for n in numbers]
+    if tier.direct:  # the two reads into single memoryviews, which lie anywhere
+        assert counters(tier)["bounced"] - before <= 24
+
+
+def test_no_call_has_more_vectors_than_linux_takes(open_tier: Open, calls: list[tuple[str, int]]) -> None:
+    tier = open_tier()
+    put(tier, [100])
+    calls.clear()
+    before = counters(tier)["bounced"]
+    size, numbers = 400 * 4096, range(5)
+    keys = [key(n) for n in numbers]
+    buffers = [aligned_pieces(payload(n, size), 400) for n in numbers]
+    assert tier.put(keys[:4], buffers[:4]) == [OK] * 4  # 401 vectors a record
+    assert moved(calls) == [("pwritev", 802)] * 2
+    assert tier.get(keys[:4], buffers[:4]) == [OK] * 4
+    assert moved(calls) == [("preadv", 802)] * 2
+    assert counters(tier)["bounced"] == before
+    for pieces, vectors in ((1023, 1024), (1024, 2)):
+        part = aligned_pieces(payload(pieces, pieces * 4096), pieces)
+        assert tier.put([key(pieces)], [part]) == [OK]
+        assert tier.get([key(pieces)], [part]) == [OK]
+        assert b"".join(part) == payload(pieces, pieces * 4096)
+        assert [call for call in moved(calls) if call[0] == "preadv"] == [("preadv", vectors)]
+    assert counters(tier)["bounced"] == before + 2
+
+
+def test_small_unaligned_pages_share_their_bounce_memory(
+    open_tier: Open, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(320 * MiB)  # all of it fits into a segment of 16 MiB
+    put(tier, [100])
+    calls.clear()
+    allocated = []
+    real = vectors_module.memory
+
+    def memory(size_bytes: int) -> memoryview:
+        allocated.append(size_bytes)
+        return real(size_bytes)
+
+    monkeypatch.setattr(vectors_module, "memory", memory)
+    size, numbers = 32 * 1024, range(160)
+    keys = [key(n) for n in numbers]
+    before = counters(tier)["bounced"]
+    for _ in range(2):
+        memories = [memoryview(bytearray(size + 2)) for _ in numbers]
+        buffers = [[m[1 : size // 2 + 1], m[size // 2 + 2 :]] for m in memories]
+        for n, (keys_part, values) in zip(numbers, buffers, strict=True):
+            keys_part[:], values[:] = payload(n, size)[: size // 2], payload(n, size)[size // 2 :]
+        tier.remove(keys)
+        assert tier.put(keys, buffers) == [OK] * 160
+        for keys_part, values in buffers:
+            keys_part[:] = values[:] = bytes(size // 2)
+        assert tier.get(keys, buffers) == [OK] * 160
+        assert [b"".join(parts) for parts in buffers] == [payload(n, size) for n in numbers]
+    assert calls.count(("fdatasync", 1)) == 2 + 2  # puts and removals
+    # 5 MiB each time: 4 MiB of bounce memory hold 128 pages.
+    assert moved(calls) == [("pwritev", 256), ("pwritev", 64), ("preadv", 256), ("preadv", 64)] * 2
+    assert counters(tier)["bounced"] == before + 4 * 160
+    assert sum(allocated) <= vectors_module.MAX_BOUNCE_BYTES
+
+
+def test_a_record_is_the_same_however_its_chunk_was_cut(open_tier: Open, path: Path) -> None:
+    tier = open_tier()
+    size = 2 * 4096 + 100
+    content = payload(1, size)
+    noise = memoryview(os.urandom(4 * 4096))
+    records = []
+    for buffer_ in (content, [content[:5000], content[5000:]], aligned_pieces(content, 1)):
+        tier.put([key(2)], [noise])  # what bounces leaves something behind in the bounce memory
+        assert tier.put([key(1)], [buffer_]) == [OK]
+        file, start = segment_with(path, 1)
+        record = bytearray(file.read_bytes()[start : start + 4 * 4096])
+        record[120:128] = record[248:256] = bytes(8)  # creation time, and the checksum over it
+        records.append(bytes(record))
+        assert record[4096:] == bytes(content).ljust(3 * 4096, b"\0")
+        flip(file, start + 16)  # so that the next one is found
+        assert tier.remove([key(1), key(2)]) == [OK, OK]
+    assert len(set(records)) == 1
 
 
 def test_programming_errors_raise(open_tier: Open) -> None:
@@ -726,6 +856,19 @@ def test_a_reader_sees_puts_removes_recycling_and_compaction(
     assert counters(reader)["corrupt"] == counters(reader)["races"] == 0
 
 
+def test_a_reader_misses_no_segment_that_is_made_while_it_reads(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_tier()
+
+    def read(fd: int, *arguments: Any) -> Any:
+        put(writer, [1])  # the first, which makes a segment
+        return read_journal(fd, *arguments)
+
+    monkeypatch.setattr("lmkv.backends.file.read_journal", read)
+    assert get(open_tier(), [1]) == [OK]
+
+
 def test_a_reader_overtaken_by_recycling_counts_a_race(open_tier: Open) -> None:
     writer, reader = open_tier(), open_tier()
     put(writer, list(range(10)))
@@ -736,6 +879,112 @@ def test_a_reader_overtaken_by_recycling_counts_a_race(open_tier: Open) -> None:
     reader._next_poll = time.monotonic() + 100  # it has not heard of it
     assert get(reader, [0, 1]) == [MISS, MISS]
     assert counters(reader)["races"] == 2 and counters(reader)["corrupt"] == 0
+
+
+# -- for reading only
+
+HOLDS_TEN = f"""
+tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+first = int(sys.argv[2])
+assert put(tier, list(range(first, first + 10))) == [OK] * 10
+print("written", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_read_only_tier_outlives_its_writer_and_never_takes_over(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
+    reader = open_tier(read_only=True)  # of a directory that is not there yet
+    assert get(reader, [0]) == [MISS]
+    assert put(reader, [0]) == [REJECTED] and reader.remove([key(0)]) == [MISS]
+    for first in (0, 10):
+        writer = run_python(HOLDS_TEN, path, first)
+        assert writer.stdout is not None and writer.stdout.readline() == b"written\n"
+        numbers = list(range(first + 10))
+        assert put(reader, [0, 99]) == [OK, REJECTED]
+        assert get(reader, numbers) == [OK] * len(numbers)
+        assert reader.contains([key(n) for n in numbers]) == [True] * len(numbers)
+        assert reader.remove([key(0), key(99)]) == [REJECTED, MISS]
+        writer.kill()
+        assert writer.wait() == -signal.SIGKILL
+        assert get(reader, numbers) == [OK] * len(numbers)
+        assert put(reader, [0, 99]) == [OK, REJECTED]
+        assert reader.remove([key(0)]) == [REJECTED]
+        assert not reader._directory.locked
+    writer_here = open_tier()
+    assert put(writer_here, [99]) == [OK] and writer_here.remove([key(0)]) == [OK]
+    assert get(reader, [0, 19, 99]) == [MISS, OK, OK]
+    assert counters(reader)["io_errors"] == counters(reader)["corrupt"] == 0
+
+
+def test_a_read_only_tier_follows_recycling(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
+    reader, writer = open_tier(read_only=True), open_tier()
+    for first in range(0, 300, 20):
+        numbers = list(range(first, first + 20))
+        assert put(writer, numbers) == [OK] * 20
+        assert get(reader, numbers) == [OK] * 20
+        assert reader.stats().chunks == writer.stats().chunks
+    assert get(reader, [0]) == [MISS] and counters(writer)["evicted"] > 0
+
+
+def test_a_writer_that_meets_a_read_only_tier_setting_up_the_directory_takes_over(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
+    real = segments_module.Directory._write_format
+    opened: list[FileTier] = []
+    thread = threading.Thread(target=lambda: opened.append(open_tier()))
+
+    def slowly(self: segments_module.Directory, segment_bytes: int) -> int:
+        thread.start()  # the writer, which waits for FORMAT
+        real_try_lock = segments_module.Directory.try_lock
+        refused = threading.Event()
+
+        def try_lock(other: segments_module.Directory) -> bool:
+            got = real_try_lock(other)
+            if not got:
+                refused.set()
+            return got
+
+        with monkeypatch.context() as patch:
+            patch.setattr(segments_module.Directory, "try_lock", try_lock)
+            assert refused.wait(30)
+        return real(self, segment_bytes)
+
+    monkeypatch.setattr(segments_module.Directory, "_write_format", slowly)
+    reader = open_tier(read_only=True)
+    thread.join()
+    (writer,) = opened
+    assert put(writer, [1]) == [OK]
+    assert get(reader, [1]) == [OK]
+    assert writer._directory.locked and not reader._directory.locked
+
+
+def test_who_finds_the_directory_set_up_meanwhile_does_not_set_it_up_again(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+    opened: list[FileTier] = []
+
+    def open_(name: Any, *arguments: Any, **more: Any) -> int:
+        try:
+            return real(name, *arguments, **more)
+        except FileNotFoundError:
+            if Path(name).name == "FORMAT" and not opened:
+                monkeypatch.setattr(os, "open", real)
+                opened.append(open_tier(80 * MiB))  # between the look and the lock
+                put(opened[0], [1])
+                opened[0].close()
+            raise
+
+    monkeypatch.setattr(os, "open", open_)
+    before = open_tier(320 * MiB, read_only=True)  # by itself it would choose larger segments
+    assert opened
+    assert before._segment_bytes == opened[0]._segment_bytes == 8 * MiB
+    assert get(before, [1]) == [OK]
 
 
 def test_threads_beside_each_other(open_tier: Open, path: Path) -> None:

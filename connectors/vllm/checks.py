@@ -96,11 +96,19 @@ def check_groups(kv_cache_config: KVCacheConfig, config: Config) -> None:
     """Refuse KV groups that lmkv does not handle."""
     groups = kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in iter_layer_specs(group.kv_cache_spec)]
-    if any(isinstance(spec, MambaSpec) for spec in specs):
+    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    if any(spec.mamba_cache_mode != "align" for spec in states):
         raise ConfigError(
-            "--model",
-            "the model keeps recurrent (Mamba or linear-attention) state, which lmkv does not cache yet.",
-            "serve it without lmkv.",
+            "--enable-prefix-caching / --mamba-cache-mode",
+            "the model keeps recurrent (Mamba or linear-attention) state, which vLLM only hands on at the "
+            "ends of blocks with prefix caching on and cache mode align.",
+            "set --enable-prefix-caching and --mamba-cache-mode align.",
+        )
+    if any(spec.num_speculative_blocks for spec in states):
+        raise ConfigError(
+            "--speculative-config",
+            "speculation is not supported with lmkv for a model that keeps recurrent state.",
+            "leave the flag away, or serve without lmkv.",
         )
     if kv_cache_config.hisparse_host_num_blocks is not None:
         raise ConfigError("--attention-config", "HiSparse is not supported with lmkv.", "turn it off.")

@@ -62,7 +62,7 @@ class LMKVConnector(OffloadingConnector):
             manager = self.connector_scheduler.manager
             assert isinstance(manager, LMKVManager)
             slab, store = _open_store(vllm_config, kv_cache_config, config, capacity)
-            manager.attach(store, slab, len(kv_cache_config.kv_cache_groups))
+            manager.attach(store, slab, self.scheduler)
 
     def on_new_request(self, request: Request) -> None:
         """Keep out of the cache what the block hash does not identify by content: LoRA adapters
@@ -77,9 +77,7 @@ class LMKVConnector(OffloadingConnector):
         """Counts the claimed tokens by the tier they came from."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            self._manager.count_hit_tokens(
-                self.scheduler.get_external_cache_hit_sources(request, num_external_tokens)
-            )
+            self._manager.count_hit_tokens(request, num_external_tokens)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -152,7 +150,8 @@ def _open_store(
             f"({', '.join(f'{size} bytes' for size in sorted(classes))}).",
             f"set it to {least} bytes or more.",
         )
-    namespace = namespace_of(vllm_config, offloading, config, [rank.fingerprint for rank in ranks])
+    fingerprints = [rank.fingerprint for rank in ranks]
+    namespace = namespace_of(vllm_config, kv_cache_config, offloading, config, fingerprints)
     # A prompt needs one chunk of every group for each of its spans of this many tokens.
     span = min(group.tokens_per_block for group in offloading.groups) * offloading.cache.blocks_per_chunk
     tokens_per_chunk = span / len(offloading.groups)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from lmkv.config import Config
@@ -22,7 +23,11 @@ _NOT_CONTENT = {"_name_or_path", "transformers_version"}
 
 
 def namespace_of(
-    vllm_config: VllmConfig, offloading: OffloadingConfig, config: Config, rank_fingerprints: Sequence[bytes]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    offloading: OffloadingConfig,
+    config: Config,
+    rank_fingerprints: Sequence[bytes],
 ) -> Namespace:
     """All that must match for this engine's KV bytes to be interchangeable with another's.
 
@@ -59,8 +64,21 @@ def namespace_of(
             "layout": hashlib.sha256(b"".join(rank_fingerprints)).hexdigest(),
             "hash_algorithm": vllm_config.cache_config.prefix_caching_hash_algo,
             "hash_seed": compat.hash_seed(vllm_config.cache_config.prefix_caching_hash_algo),
+            **_states(kv_cache_config),
         }
     )
+
+
+def _states(kv_cache_config: KVCacheConfig) -> dict[str, str]:
+    """The recurrent states of a model that has any: their types follow flags, and vLLM pads their pages to
+    the size of the others, so the layout does not tell them apart."""
+    states = [
+        f"{group_id} {spec.mamba_type} {spec.shapes} {spec.dtypes}"
+        for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
+        for spec in iter_layer_specs(group.kv_cache_spec)
+        if isinstance(spec, MambaSpec)
+    ]
+    return {"states": "; ".join(states)} if states else {}
 
 
 def _config_digest(config: dict[str, Any]) -> str:

@@ -3,11 +3,12 @@
 This is the boundary to the engine: `guarded` is the one place where lmkv catches everything.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from functools import wraps
+from collections.abc import Callable, Collection
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -27,7 +28,6 @@ from lmkv.slab import Slab
 from lmkv.store import Lookup, Request, Store
 
 _HIT = LookupResult.HIT
-_TIERS = {source: tier for tier, source in compat.HIT_SOURCES.items()}
 _RESULTS = {
     Lookup.MISS: LookupResult.MISS,
     Lookup.HIT: LookupResult.HIT,
@@ -74,12 +74,13 @@ class LMKVManager(OffloadingManager):
         self._find: Callable[[bytes], Entry | None] = _find_nothing
         self._found: Callable[[Entry], None] = _find_nothing
 
-    def attach(self, store: Store, slab: Slab, group_count: int) -> None:
-        """Start serving from `store`."""
+    def attach(self, store: Store, slab: Slab, scheduler: OffloadingConnectorScheduler) -> None:
+        """Start serving from `store`. `scheduler` is the caller of all that follows."""
         self._store = store
         self._slab = slab
         self.metrics = store.metrics
-        self._by_position = group_count > 1
+        self._scheduler = scheduler
+        self._by_position = len(scheduler.config.kv_group_configs) > 1
 
     # --- requests
 
@@ -132,16 +133,19 @@ class LMKVManager(OffloadingManager):
         self._context = None
 
     @guarded(lambda: compat.UNKNOWN_SOURCE)
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> compat.CacheHitSource:
-        """See `OffloadingManager`."""
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """See `OffloadingManager`; asked from 0.32 on."""
         tier = self._store.source(self._request(req_context), key)
         return compat.HIT_SOURCES.get(tier, compat.UNKNOWN_SOURCE)
 
     @guarded(lambda: None)
-    def count_hit_tokens(self, sources: Mapping[compat.CacheHitSource, int]) -> None:
-        """Count claimed tokens by the tier they came from."""
-        for source, tokens in sources.items():
-            self.metrics.add("lmkv_hit_tokens", tokens, _TIERS.get(source, "window"))
+    def count_hit_tokens(self, vllm_request: Any, claimed_tokens: int) -> None:
+        """Count the tokens that a request claims with the load just prepared, by the tier they came from."""
+        request = self._requests[vllm_request.request_id]
+        tier_of = partial(self._store.source, request)
+        tiers = compat.hit_tokens(self._scheduler, vllm_request, claimed_tokens, tier_of)
+        for tier, tokens in tiers.items():
+            self.metrics.add("lmkv_hit_tokens", tokens, tier)
 
     # --- loads and stores
 
@@ -160,12 +164,8 @@ class LMKVManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
         """See `OffloadingManager`. Accepts what fits and never None, which vLLM would retry every step."""
-        positions = req_context._offload_key_positions
-        accepted, transfer = self._store.prepare_store(
-            list(keys),
-            self._request(req_context),
-            (lambda key: positions.get(OffloadKey(key), 0)) if self._by_position else None,
-        )
+        position = compat.key_position(self._scheduler, req_context) if self._by_position else None
+        accepted, transfer = self._store.prepare_store(list(keys), self._request(req_context), position)
         return PrepareStoreOutput([OffloadKey(key) for key in accepted], SlotsSpec(transfer), [])
 
     @guarded(lambda: None)

@@ -8,20 +8,17 @@ started by a fraction of the tests' time, so tests do several things with one.
 import contextlib
 import importlib
 import itertools
-import json
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import Child, EngineError, prompt, serve
+
+__all__ = ["FAULTS", "Engine", "EngineError", "full_hit", "prompt", "same", "state_hit", "window_hit"]
+
 #: Options that every engine here gets. float32: in bfloat16 a prefill that is cut in another place
 #: may answer with other tokens, with or without a cache.
 OPTIONS = {
@@ -31,17 +28,11 @@ OPTIONS = {
     "disable_log_stats": False,
     "seed": 0,
 }
-#: An answer this late means that the child hangs: whole engines start within it on a loaded machine.
-REPLY_TIMEOUT_S = 300
 #: Labels that each of vLLM's metrics has.
 _EVERYWHERE = ("model_name", "engine")
 
 
-class EngineError(Exception):
-    """The child raised, or died; the text says what."""
-
-
-class Engine:
+class Engine(Child):
     """A vLLM engine in a child process. Use it as a context manager.
 
     `lmkv`: lmkv's settings, None for an engine without it. `faults`: names of `FAULTS`, put in before the
@@ -69,24 +60,12 @@ class Engine:
                 "kv_connector_extra_config": {"lmkv": lmkv},
             } | (transfer or {})
         options = OPTIONS | options | {"model": str(model), "kv_transfer_config": transfer}
-        self.log = log
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LMKV_")}
-        environ |= {
+        environ = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": cpus,
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-            "PYTHONPATH": str(ROOT),
         }
-        with open(log, "w") as stderr:
-            self.child = subprocess.Popen(
-                [sys.executable, __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=environ,
-                text=True,
-                start_new_session=True,  # so that a kill reaches its workers too
-            )
+        super().__init__("tests.engine.harness", log, environ)
         try:
             self._call("start", options=options, faults=faults or {}, processes=processes)
         except EngineError:
@@ -129,40 +108,6 @@ class Engine:
         assert counters["lmkv_leased_bytes"] == 0
         assert counters["lmkv_pending_writes"] == 0
 
-    def kill(self) -> None:
-        """SIGKILL to the engine and all its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
-
-    def send(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Begin a call whose answer is not waited for."""
-        assert self.child.stdin is not None
-        self.child.stdin.write(json.dumps([name, args, kwargs]) + "\n")
-        self.child.stdin.flush()
-
-    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        assert self.child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.send(name, *args, **kwargs)
-        alarm = signal.signal(signal.SIGALRM, _too_late)
-        signal.alarm(REPLY_TIMEOUT_S)
-        try:
-            line = self.child.stdout.readline()
-        finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, alarm)
-        if not line:
-            raise EngineError(f"the engine died:\n{self.log.read_text()[-6000:]}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise EngineError(f"{answer['error']}\n{self.log.read_text()[-6000:]}")
-        return answer["value"]
-
-
-def _too_late(*_: object) -> None:
-    raise EngineError("the engine did not answer")
-
 
 # --- the child's side
 
@@ -180,6 +125,10 @@ class Served:
         self.in_process = not processes
         self.numbers = itertools.count()
         self.texts: dict[str, dict[str, Any]] = {}
+        if self.in_process and hasattr(self.connector, "_manager"):
+            # What comes before the slab's memory is there is not stored, which no test is about.
+            while not self.connector._manager._slab.fully_faulted:
+                time.sleep(0.01)
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, **kwargs: Any) -> list[dict[str, Any]]:
         """Answers to several prompts sent at once: token ids, their log-probabilities, and how many
@@ -318,22 +267,6 @@ class Served:
         return self.core.scheduler.connector
 
 
-def _serve() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints goes to the log
-    served = Served()
-    for line in sys.stdin:
-        name, args, kwargs = json.loads(line)
-        try:
-            answer = {"value": getattr(served, name)(*args, **kwargs)}
-        except Exception as error:  # noqa: BLE001  # the test's side decides what it means
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=replies, flush=True)
-        if name == "stop":
-            break
-
-
 # --- faults, put into the child
 
 
@@ -412,14 +345,6 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def prompt(seed: int, tokens: int, first: int | None = None) -> list[int]:
-    """Random token ids, optionally after a fixed first one. Of two prompts with equal seeds the shorter
-    is the other's prefix; with different seeds they share nothing."""
-    source = random.Random(seed)
-    ids = [source.randrange(100, 4000) for _ in range(tokens)]
-    return ids if first is None else [first, *ids[1:]]
-
-
 def full_hit(tokens: int, block: int) -> int:
     """Tokens that a repeated prompt finds in a model with full attention only: every complete block."""
     return tokens // block * block
@@ -432,6 +357,12 @@ def window_hit(tokens: int, block: int) -> int:
     return (tokens - 1) // block * block
 
 
+def state_hit(tokens: int, block: int) -> int:
+    """As above for a model with recurrent states: vLLM keeps that at the last end of a block from which a
+    token is left to compute."""
+    return window_hit(tokens, block)
+
+
 def same(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Assert that answers are equal token for token, and were drawn from the same distributions."""
     assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in expected]
@@ -441,4 +372,4 @@ def same(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(Served())

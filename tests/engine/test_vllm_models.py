@@ -1,65 +1,21 @@
-"""Each kind of model: cold, from host memory, and from files in a new process.
+"""What is special about a kind of model. `test_vllm_compat.py` has what holds for all.
 
 The answers must equal those of an engine without lmkv, and the hits the number that follows from
 prompt, block size and window.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.harness import full_hit, prompt, same, window_hit
+from tests.engine.harness import Engine, full_hit, prompt, same, state_hit, window_hit
 
 HOST = {"capacity": "256MiB"}
-BOS = 2  # Gemma answers nonsense without it
-
-
-@pytest.mark.parametrize(
-    ("model", "block", "sizes", "first", "hit"),
-    [
-        ("smollm2-135m", 128, (600, 300), None, full_hit),
-        # Six groups of which five have a window of 512 tokens.
-        ("gemma3-270m", 128, (700, 300), BOS, window_hit),
-    ],
-)
-def test_cold_then_host_then_restart(
-    start: Any,
-    reference: Any,
-    tmp_path: Path,
-    model: str,
-    block: int,
-    sizes: tuple[int, int],
-    first: int | None,
-    hit: Any,
-) -> None:
-    prompts = [prompt(seed, tokens, first) for seed, tokens in enumerate(sizes)]
-    expected = reference(model, prompts)
-    hits = sum(hit(len(ids), block) for ids in prompts)
-    lmkv = {"host": HOST, "file": {"path": str(tmp_path / "cache"), "capacity": "512MiB"}}
-
-    with start(model, lmkv) as engine:
-        with engine.counting() as cold:
-            same([engine.generate([ids])[0] for ids in prompts], expected)
-        assert cold["lmkv_hit_tokens:host"] == cold["lmkv_hit_tokens:file"] == 0
-        assert cold["lmkv_stored_chunks:host"] == cold["lmkv_stored_chunks:file"] > 0
-        engine.reset_prefix_cache()
-        with engine.counting() as warm:
-            same([engine.generate([ids])[0] for ids in prompts], expected)
-        assert warm["lmkv_hit_tokens:host"] == hits
-        assert warm["lmkv_hit_tokens:file"] == 0
-        assert warm["lmkv_stored_chunks:host"] == warm["lmkv_stored_chunks:file"] == 0
-        said = engine.vllm_metrics()
-        assert said["prompt_tokens_cached_by_source:host"] == hits
-        assert said["external_prefix_cache_hits"] == hits
-
-    with start(model, lmkv) as engine:
-        with engine.counting() as restarted:
-            same([engine.generate([ids])[0] for ids in prompts], expected)
-        assert restarted["lmkv_hit_tokens:file"] == hits
-        assert restarted["lmkv_hit_tokens:host"] == 0
-        assert restarted["lmkv_stored_chunks:file"] == 0
-        assert engine.vllm_metrics()["prompt_tokens_cached_by_source:disk"] == hits
+#: vLLM computes linear attention on a CPU in this type only, and makes the block as large as a state.
+LINEAR = {"dtype": "bfloat16"}
+LINEAR_BLOCK = 256
 
 
 def test_latent_attention(start: Any, reference: Any, tmp_path: Path) -> None:
@@ -105,3 +61,80 @@ def windowed(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     lmkv = {"host": HOST, "file": {"path": str(path), "capacity": "512MiB"}}
     with start("tiny-gemma3", lmkv, block_size=32) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def stateful(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = tmp_path_factory.mktemp("stateful") / "cache"
+    lmkv = {"host": HOST, "file": {"path": str(path), "capacity": "512MiB"}}
+    with start("tiny-qwen3-next", lmkv, **LINEAR) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("after", ["host", "file"])
+@pytest.mark.parametrize("tokens", [255, 256, 257, 511, 512, 513, 1100])
+def test_state_at_every_boundary(stateful: Engine, reference: Any, tokens: int, after: str) -> None:
+    ids = prompt(tokens, tokens)
+    (expected,) = reference("tiny-qwen3-next", [ids], **LINEAR)
+    same(stateful.generate([ids]), [expected])
+    stateful.flush()
+    stateful.reset_prefix_cache()
+    if after == "file":
+        stateful.forget_host()
+    with stateful.counting() as warm:
+        same(stateful.generate([ids]), [expected])
+    assert warm[f"lmkv_hit_tokens:{after}"] == state_hit(tokens, LINEAR_BLOCK)
+    assert warm["lmkv_hit_tokens:window"] == 0
+
+
+def test_a_shared_prefix_has_a_state_from_its_second_use(stateful: Engine, reference: Any) -> None:
+    """By default vLLM keeps a state at the end of a prompt, and where another one that is still in its own
+    cache left it."""
+    common = prompt(7, 300)
+    prompts = [common + prompt(seed, 400) for seed in (8, 9, 10)]
+    expected = reference("tiny-qwen3-next", prompts, **LINEAR)
+    for ids, answer, hits in zip(prompts, expected, (0, 0, LINEAR_BLOCK), strict=True):
+        if hits:
+            stateful.reset_prefix_cache()
+        with stateful.counting() as counted:
+            same(stateful.generate([ids]), [answer])
+        assert counted["lmkv_hit_tokens:host"] == hits
+
+
+@pytest.mark.parametrize(("interval", "hits"), [(0, 256), (256, 512)])
+def test_the_next_turn(start: Any, interval: int, hits: int) -> None:
+    """With vLLM's default the next turn finds the state of the prompt, with an interval that of the answer.
+    Decoding computes it by another kernel than a prefill, so answers are compared with those over vLLM's own
+    prefix cache."""
+    ids = prompt(11, 480)
+    with start(
+        "tiny-qwen3-next", {"host": HOST}, prefix_cache_retention_interval=interval, **LINEAR
+    ) as engine:
+        (first,) = engine.generate([ids], 60)
+        again = ids + first["tokens"] + prompt(12, 20)
+        (own,) = engine.generate([again])
+        assert own["cached"] == hits
+    with start(
+        "tiny-qwen3-next", {"host": HOST}, prefix_cache_retention_interval=interval, **LINEAR
+    ) as engine:
+        assert engine.generate([ids], 60)[0]["tokens"] == first["tokens"]
+        engine.flush()
+        engine.reset_prefix_cache()
+        with engine.counting() as warm:
+            answers = engine.generate([again])
+        assert warm["lmkv_hit_tokens:host"] == hits
+        same(answers, [own])
+
+
+def test_states_within_a_block(start: Any, reference: Any) -> None:
+    """With --prefix-match-unit vLLM keeps the state at the last of these units of a prompt."""
+    options = {**LINEAR, "prefix_match_unit": 32}
+    prompts = [prompt(seed, tokens) for seed, tokens in enumerate((700, 300, 200))]
+    expected = reference("tiny-qwen3-next", prompts, **options)
+    with start("tiny-qwen3-next", {"host": HOST}, **options) as engine:
+        same([engine.generate([ids])[0] for ids in prompts], expected)
+        engine.flush()
+        engine.reset_prefix_cache()
+        with engine.counting() as warm:
+            same([engine.generate([ids])[0] for ids in prompts], expected)
+        assert warm["lmkv_hit_tokens:host"] == 672 + 288 + 192

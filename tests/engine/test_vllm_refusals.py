@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 
 from lmkv.config import ConfigError
 from lmkv.connectors.vllm.connector import LMKVConnector
+from lmkv.connectors.vllm.identity import _states
 from lmkv.connectors.vllm.manager import LMKVManager
 from tests.engine.harness import EngineError
 from tools import models
@@ -29,6 +31,7 @@ SHAPE = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.fl
 FULL = FullAttentionSpec(**SHAPE)
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=256)
 STATE = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+KEPT = replace(STATE, mamba_cache_mode="align")
 
 
 def groups(*specs: Any) -> KVCacheConfig:
@@ -86,7 +89,9 @@ EAGLE = SimpleNamespace(method="eagle")
         (SHARED, {"prefix_caching_hash_algo": "xxhash_cbor"}, keep, [FULL], "--prefix-caching", "sha256"),
         (TWO, {}, keep, [FULL, WINDOW], "[vllm] blocks_per_chunk", "to 1"),
         (TWO, {}, keep, [WINDOW], "[vllm] blocks_per_chunk", "to 1"),
-        (LMKV, {}, keep, [FULL, STATE], "--model", "without lmkv"),
+        (LMKV, {}, keep, [FULL, STATE], "--enable-prefix-caching", "--mamba-cache-mode align"),
+        (LMKV, {}, keep, [FULL, replace(KEPT, num_speculative_blocks=2)], "--speculative-config", "leave"),
+        (TWO, {}, keep, [FULL, KEPT], "[vllm] blocks_per_chunk", "to 1"),
         (LMKV, {}, change("parallel_config.nnodes"), [FULL], "--nnodes", "one node"),
         (LMKV, {}, change("parallel_config.decode_context_parallel_size"), [FULL], "--decode", "to 1"),
         (LMKV, {}, change("parallel_config.prefill_context_parallel_size"), [FULL], "--prefill", "1"),
@@ -133,14 +138,25 @@ def test_a_real_engine_does_not_start(start: Any, lmkv: dict[str, Any], message:
 
 
 def test_an_old_vllm_is_refused_by_name() -> None:
-    """Before 0.32 the module that names the sources of hits does not exist."""
+    """Before what the connector imports, which an old one may lack."""
     code = (
-        "import sys; sys.modules['vllm.v1.metrics.cache_hit_source'] = None\n"
-        "import lmkv.connectors.vllm.compat"
+        "import importlib.metadata\n"
+        "known = importlib.metadata.version\n"
+        "importlib.metadata.version = lambda name: '0.29.0' if name.startswith('vllm') else known(name)\n"
+        "import sys\n"
+        "sys.modules['vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector'] = None\n"
+        "from lmkv.connectors.vllm import LMKVConnector"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "is too old for lmkv. Fix: install vLLM 0.32 or newer." in done.stderr
+    assert "version 0.29.0 is too old for lmkv. Fix: install vLLM 0.30 or newer." in done.stderr
+
+
+def test_states_of_equal_size_are_told_apart() -> None:
+    wide = replace(KEPT, shapes=((8, 4),), dtypes=(torch.bfloat16,))
+    assert wide.page_size_bytes == KEPT.page_size_bytes
+    assert _states(groups(FULL, wide)) != _states(groups(FULL, KEPT)) != _states(groups(KEPT, FULL))
+    assert _states(groups(FULL, WINDOW)) == {}
 
 
 class _Excluding(LMKVManager):
