@@ -24,7 +24,7 @@ serve serve-sglang: export LMKV_FILE_CAPACITY ?= 10GiB
 serve-sglang: export SGLANG_USE_CPU_ENGINE ?= 1
 
 .PHONY: help demo demo-sglang serve serve-sglang test lint test-unit test-engine test-sglang
-.PHONY: models models-sglang bench clean distclean
+.PHONY: compat models models-sglang bench clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -62,7 +62,10 @@ test-engine: models ## tests with a real vLLM (ARGS="-k name")
 	$(ENGINE); $$python -m pytest tests/engine $(ARGS)
 
 test-sglang: models-sglang ## tests with a real SGLang (ARGS="-k name")
-	$(SGLANG); $$python -m pytest tests/sglang $(ARGS)
+	$(SGLANG); $$python -m pytest tests/sglang --ignore tests/sglang/test_compat.py $(ARGS)
+
+compat: models models-sglang ## one end-to-end test per engine version, into docs/compatibility.md (ARGS="sglang 0.5.22")
+	$(PYTHON) -m tools.compat $(ARGS)
 
 models: ## the models of demo, tests and benchmarks
 	@$(ENGINE); $$python -m tools.models $(MODELS)
@@ -75,6 +78,7 @@ bench: ## measure everything; writes build/bench/*.json (fio must be installed)
 	$$python -m benchmarks.host_tier; \
 	$$python -m benchmarks.file_tier; \
 	$$python -m benchmarks.vllm_engine --model "$$model"
+	@$(SGLANG); $$python -m benchmarks.sglang_storage
 
 clean: ## remove what was built in this directory
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

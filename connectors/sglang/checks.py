@@ -111,6 +111,12 @@ def check_pool(name: str, pool: Any) -> None:
 
 def check_linker(config: Config, server: Any) -> None:
     """Refuse ways to run the linker that lmkv does not handle. Raises ConfigError."""
+    if getattr(server, "dcp_size", 1) > 1:
+        raise ConfigError(
+            "--dcp-size",
+            "ranks that hold different tokens of a page (decode context parallelism) are not told apart.",
+            "set it to 1.",
+        )
     if server.pp_size > 1:
         raise ConfigError(
             "--pp-size",

@@ -137,7 +137,11 @@ class LMKVLinker(UnifiedCacheLinker):
     def _open(self, config: Config) -> tuple[Slab, Store]:
         replicated = self._group.rank_replicated
         ranks = compat.linker_ranks(replicated)
-        scope = scope_of(ranks, replicated=replicated and ranks.tp_size > 1)
+        scope = scope_of(
+            ranks,
+            replicated=replicated and ranks.tp_size > 1,
+            data_parallel=compat.attention_dp_size(),
+        )
         sizes = self._layered.chunk_bytes
         below = []
         if config.file.path is not None:

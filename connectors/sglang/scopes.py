@@ -33,10 +33,11 @@ class Scope:
         return Path(config.file.path) / "sglang" / self.name
 
 
-def scope_of(ranks: Any, *, replicated: bool) -> Scope:
+def scope_of(ranks: Any, *, replicated: bool, data_parallel: int = 1) -> Scope:
     """The scope of one pool of the rank that `ranks` (a `HiCacheStorageConfig`) describes.
 
-    `replicated`: the pool's bytes do not depend on the tensor-parallel rank.
+    `replicated`: the pool's bytes do not depend on the tensor-parallel rank. `data_parallel`: how many
+    ranks of attention data parallelism there are.
     """
     outer = [
         (kind, int(getattr(ranks, f"{field}_rank", 0) or 0), int(getattr(ranks, f"{field}_size", 1) or 1))
@@ -55,7 +56,7 @@ def scope_of(ranks: Any, *, replicated: bool) -> Scope:
     # Data-parallel ranks hold the same KV, but a directory has one writer.
     dp_rank = int(getattr(ranks, "dp_rank", 0) or 0)
     name = f"tp{tp_rank}of{tp_size}{suffix}" + (f"-dp{dp_rank}" if dp_rank else "")
-    return Scope(name, False, True, shares * tp_size, fields)
+    return Scope(name, False, True, shares * tp_size * data_parallel, fields)
 
 
 def open_scope(config: Config, scope: Scope, chunk_bytes: int, *, parts: int) -> Tier:

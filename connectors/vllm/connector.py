@@ -24,18 +24,15 @@ from lmkv.connectors.vllm.checks import check_engine, check_extra_config, check_
 from lmkv.connectors.vllm.identity import namespace_of
 from lmkv.connectors.vllm.manager import LMKVManager
 from lmkv.connectors.vllm.spec import LMKVOffloadingSpec
-from lmkv.executor import ThreadedExecutor
 from lmkv.slab import RankArea, Slab, SlabError, create_or_join
 from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
-from lmkv.store import READ_THREADS, WRITE_THREADS, Below, Store
+from lmkv.store import Below, Store
 from lmkv.tier import open_tier
 
 logger = logging.getLogger(__name__)
 # vLLM sets up only its own logger; lmkv's messages go where vLLM's go.
 logging.getLogger("lmkv").parent = logging.getLogger("vllm")
 
-#: Read jobs are 8 MiB: this is half of a slab of 64 GiB.
-_MAX_READ_JOBS = 4096
 #: Ranks register before vLLM builds its scheduler; this only bounds a rank that died meanwhile.
 _RANKS_TIMEOUT_S = 60.0
 #: Fewer slots than this per size class could never hold a chunk that is read and one that is written.
@@ -189,11 +186,7 @@ def _open_file(config: Config, largest_chunk: int, tokens_per_chunk: float) -> B
         )
     tokens = tier.room(largest_chunk) * tokens_per_chunk
     _announce("file", tier.info.capacity_bytes, tokens, str(config.file.path))
-    return Below(
-        tier=tier,
-        reads=ThreadedExecutor("file-read", READ_THREADS, _MAX_READ_JOBS),
-        writes=ThreadedExecutor("file-write", WRITE_THREADS, WRITE_THREADS),
-    )
+    return Below.threaded(tier)
 
 
 def _announce(tier: str, capacity_bytes: int, tokens: float, where: str) -> None:

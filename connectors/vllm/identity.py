@@ -1,12 +1,9 @@
 """The namespace of one vLLM engine."""
 
 import hashlib
-import json
 import logging
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, iter_layer_specs
@@ -14,12 +11,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from lmkv.config import Config
 from lmkv.connectors.vllm import compat
-from lmkv.identity import weights_digest
+from lmkv.identity import config_digest, local_model, weights_digest
 from lmkv.keys import Namespace
 
 logger = logging.getLogger(__name__)
-
-_NOT_CONTENT = {"_name_or_path", "transformers_version"}
 
 
 def namespace_of(
@@ -52,7 +47,7 @@ def namespace_of(
             "weights": weights,
             "revision": str(model.revision),
             # The effective config: RoPE scaling, sliding window and overrides from flags included.
-            "config": _config_digest(model.hf_config.to_dict()),
+            "config": config_digest(model.hf_config.to_dict()),
             "quantization": str(model.quantization),
             "weights_dtype": str(model.dtype),
             "kv_dtype": offloading.model.dtype,
@@ -81,28 +76,9 @@ def _states(kv_cache_config: KVCacheConfig) -> dict[str, str]:
     return {"states": "; ".join(states)} if states else {}
 
 
-def _config_digest(config: dict[str, Any]) -> str:
-    """SHA-256 of the effective config, without where the model lies and who wrote the file."""
-
-    def content(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: content(v) for k, v in value.items() if k not in _NOT_CONTENT}
-        return value
-
-    text = json.dumps(content(config), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _weights(vllm_config: VllmConfig) -> str | None:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return None
-    path = Path(model.model)
-    if not path.exists():
-        try:
-            from huggingface_hub import snapshot_download
-
-            path = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        except Exception:  # noqa: BLE001  # whatever the hub client raises, the weights stay unidentified
-            return None
-    return weights_digest(path)
+    path = local_model(model.model, model.revision)
+    return None if path is None else weights_digest(path)

@@ -1,11 +1,11 @@
 """The scheduler's side under vLLM: translates between vLLM's calls and the store.
 
-This is the boundary to the engine: `guarded` is the one place where lmkv catches everything.
+This is the boundary to the engine; see `lmkv.boundary`.
 """
 
 from collections.abc import Callable, Collection
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from lmkv.boundary import guarded
 from lmkv.connectors.vllm import compat
 from lmkv.connectors.vllm.worker import SlotsSpec
 from lmkv.index import Entry
@@ -38,27 +39,6 @@ _RESULTS = {
 
 def _find_nothing(_: object) -> None:
     return None
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def guarded(default: Callable[[], Any]) -> Callable[[F], F]:
-    """Turn whatever a call raises into a counted miss: `default()` goes back to the engine."""
-
-    def decorate(call: F) -> F:
-        @wraps(call)
-        def guard(self: "LMKVManager", *args: Any, **kwargs: Any) -> Any:
-            try:
-                return call(self, *args, **kwargs)
-            except Exception:  # the boundary: no fault of lmkv's may fail a request
-                self.metrics.add("lmkv_errors", 1, call.__name__)
-                self.log.warning(call.__name__, "error in %s", call.__name__, exc_info=True)
-                return default()
-
-        return cast(F, guard)
-
-    return decorate
 
 
 class LMKVManager(OffloadingManager):
@@ -88,7 +68,7 @@ class LMKVManager(OffloadingManager):
         """Keep the request that will be announced as `req_id` out of the cache."""
         self._uncacheable.add(req_id)
 
-    @guarded(RequestOffloadingContext)
+    @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See `OffloadingManager`."""
         cacheable = req_context.req_id not in self._uncacheable
@@ -96,7 +76,7 @@ class LMKVManager(OffloadingManager):
         self._requests[req_context.req_id] = self._store.new_request(cacheable)
         return RequestOffloadingContext()
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
         """See `OffloadingManager`. Transfers of the request may still be under way."""
         request = self._request(req_context)
@@ -121,7 +101,7 @@ class LMKVManager(OffloadingManager):
                 return _HIT
         return self._lookup_slowly(key, req_context)
 
-    @guarded(lambda: LookupResult.MISS)
+    @guarded(lambda *_: LookupResult.MISS)
     def _lookup_slowly(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if req_context is not self._context:
             self._find, self._found = self._store.open_window(self._request(req_context))
@@ -132,13 +112,13 @@ class LMKVManager(OffloadingManager):
         self._store.close_window()
         self._context = None
 
-    @guarded(lambda: compat.UNKNOWN_SOURCE)
+    @guarded(lambda *_: compat.UNKNOWN_SOURCE)
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """See `OffloadingManager`; asked from 0.32 on."""
         tier = self._store.source(self._request(req_context), key)
         return compat.HIT_SOURCES.get(tier, compat.UNKNOWN_SOURCE)
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def count_hit_tokens(self, vllm_request: Any, claimed_tokens: int) -> None:
         """Count the tokens that a request claims with the load just prepared, by the tier they came from."""
         request = self._requests[vllm_request.request_id]
@@ -154,12 +134,12 @@ class LMKVManager(OffloadingManager):
         self._context = None
         return SlotsSpec(self._store.prepare_load(keys, self._request(req_context)))
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """See `OffloadingManager`."""
         self._store.complete_load(keys, self._request(req_context))
 
-    @guarded(lambda: PrepareStoreOutput([], SlotsSpec(None), []))
+    @guarded(lambda *_: PrepareStoreOutput([], SlotsSpec(None), []))
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
@@ -168,7 +148,7 @@ class LMKVManager(OffloadingManager):
         accepted, transfer = self._store.prepare_store(list(keys), self._request(req_context), position)
         return PrepareStoreOutput([OffloadKey(key) for key in accepted], SlotsSpec(transfer), [])
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
@@ -177,18 +157,18 @@ class LMKVManager(OffloadingManager):
 
     # --- the step
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """See `OffloadingManager`."""
         self._context = None
         self._store.end_step()
 
-    @guarded(lambda: False)
+    @guarded(lambda *_: False)
     def has_pending_work(self) -> bool:
         """Keeps the engine stepping, gently, while writes below are under way."""
         return self._store.pending_work
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def reset_cache(self) -> None:
         """See `OffloadingManager` and `Store.reset`. Requests that are alive now hold KV computed
         before the reset, so they stay out of the cache until they end."""
@@ -197,7 +177,7 @@ class LMKVManager(OffloadingManager):
             request.cacheable = False
         self._store.reset()
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call."""
         changes = self.metrics.take()
@@ -211,7 +191,7 @@ class LMKVManager(OffloadingManager):
                 stats.increase_counter(name, value, labels)
         return stats
 
-    @guarded(lambda: None)
+    @guarded(lambda *_: None)
     def shutdown(self) -> None:
         """Write out what is queued and give the memory back."""
         if self._store.close():

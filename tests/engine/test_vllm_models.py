@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import Engine, full_hit, prompt, same, state_hit, window_hit
+from tests.engine.test_vllm_compat import Case, cold_then_host_then_restart
 
 HOST = {"capacity": "256MiB"}
+BOS = 2  # Gemma answers nonsense without it
 #: vLLM computes linear attention on a CPU in this type only, and makes the block as large as a state.
 LINEAR = {"dtype": "bfloat16"}
 LINEAR_BLOCK = 256
+
+
+def test_gemma3(start: Any, reference: Any, tmp_path: Path) -> None:
+    """Six groups of which five have a window of 512 tokens, and real weights."""
+    case = Case("gemma3-270m", 128, window_hit, first=BOS)
+    cold_then_host_then_restart(case, start, reference, tmp_path)
 
 
 def test_latent_attention(start: Any, reference: Any, tmp_path: Path) -> None:

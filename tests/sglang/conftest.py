@@ -54,7 +54,8 @@ def reference(start: Callable[..., Engine]) -> Iterator[Callable[..., list[dict[
                     if engine is None:
                         if len(engines) == MAX_REFERENCES:
                             engines.pop(next(iter(engines))).kill()
-                        engine = stack.enter_context(start(model, **options))
+                        # Asleep between requests: it would spin and take a core from the engine under test.
+                        engine = stack.enter_context(start(model, sleep_on_idle=True, **options))
                     engines[engine_key] = engine
                     assert engine.flush_cache()
                     (answers[key],) = engine.generate([prompt], max_tokens, lora=lora)

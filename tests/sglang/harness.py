@@ -97,6 +97,9 @@ def linker(
 def _environ(cpus: str | None, more: dict[str, str] | None) -> dict[str, str]:
     """`cpus`: the cores of each rank, as "0|1"."""
     environ = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    # SGLang compiles its page hash at the first use, by default in one place for all its versions:
+    # they overwrite each other's, and wait forever for the lock of a process that was killed.
+    environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
     if cpus is not None:
         environ["SGLANG_CPU_OMP_THREADS_BIND"] = cpus
     return environ | (more or {})

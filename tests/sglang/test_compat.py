@@ -64,18 +64,17 @@ def test_cold_then_storage_then_restart(tmp_path: Path) -> None:
         assert [answer["sources"]["storage"] for answer in restarted] == hits
 
 
-@pytest.mark.skipif(TELLS_TENANTS, reason="this SGLang tells tenants apart: see the next test")
+@pytest.mark.skipif(TELLS_TENANTS, reason="not needed")
 def test_several_tenants_are_refused(tmp_path: Path) -> None:
+    """Where SGLang does not tell tenants apart in storage."""
     with pytest.raises(EngineError, match="ConfigError") as refused:
         Engine(models.path(MODEL), tmp_path / "log", **with_lmkv(tmp_path / "cache", single_tenant=False))
     assert "single_tenant" in str(refused.value)
     assert "use SGLang 0.5.20 or newer" in str(refused.value)
 
 
-@pytest.mark.skipif(
-    not TELLS_TENANTS, reason="this SGLang's pages in storage do not name the tenant: refused"
-)
-def test_a_salt_keeps_pages_apart(tmp_path: Path) -> None:
+@pytest.mark.skipif(not TELLS_TENANTS, reason="not kept apart by SGLang")
+def test_cache_salts_are_kept_apart(tmp_path: Path) -> None:
     ids = prompt(0, SIZES[0])
     with Engine(models.path(MODEL), tmp_path / "log", **with_lmkv(tmp_path / "cache")) as engine:
         (first,) = engine.generate([ids], salt="a")

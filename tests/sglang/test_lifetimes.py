@@ -154,8 +154,8 @@ def test_flush_leaves_and_clear_forgets(start: Any, expected: Any, tmp_path: Pat
         assert cleared[0]["cached"] == 0
 
 
-def test_salts_in_the_linker(start: Any, expected: Any, tmp_path: Path) -> None:
-    with start(MODEL, **linker(tmp_path / "cache")) as engine:
+def test_salts_keep_pages_apart(start: Any, expected: Any, flags: dict[str, Any]) -> None:
+    with start(MODEL, **flags) as engine:
         engine.generate([IDS], salt="a")
         engine.wait_written()
         assert engine.flush_cache()
