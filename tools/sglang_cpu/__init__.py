@@ -24,6 +24,7 @@ def register() -> None:
     from . import transfers
 
     _host_pools(transfers.OPERATIONS)
+    _sliding_window_pools()
     _multi_head_latent_attention()
 
 
@@ -51,6 +52,10 @@ def _host_pools(operations: dict[str, Any]) -> None:
         for operation, function in operations.items():
             setattr(module, operation, function)
     base = _module("pool_host.base") or _module("memory_pool_host")
+    # SGLang makes no host pool unless that much memory stays free: more than a test's machine may have.
+    for module in (base, _module("memory_pool_host")):
+        if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):
+            module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
     original = base.HostKVCache.__init__
     signature = inspect.signature(original)
 
@@ -63,10 +68,47 @@ def _host_pools(operations: dict[str, Any]) -> None:
 
 
 def _module(name: str) -> Any:
+    return _module_of(f"mem_cache.{name}")
+
+
+def _module_of(name: str) -> Any:
     try:
-        return importlib.import_module(f"sglang.srt.mem_cache.{name}")
+        return importlib.import_module(f"sglang.srt.{name}")
     except ModuleNotFoundError:
         return None
+
+
+class _TranslatedTokens:
+    """A pool of requests whose tokens name slots of the sliding window's pool."""
+
+    def __init__(self, req_to_token: Any) -> None:
+        self.req_to_token = req_to_token
+
+
+def _sliding_window_pools() -> None:
+    """torch_native writes a window's KV to the slots of the pool of its own, but reads it by the slots of the
+    full pool; the two are alike only while nothing was freed."""
+    backend = _module_of("layers.attention.torch_native_backend")
+    if backend is None or not hasattr(backend, "SWAKVPool"):
+        return
+
+    def translated(forward: Any) -> Any:
+        def wrapper(self: Any, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            requests, pool = self.req_to_token_pool, self.token_to_kv_pool
+            if not self.use_sliding_window_kv_pool or not pool.layers_mapping[layer.layer_id][1]:
+                return forward(self, q, k, v, layer, *args, **kwargs)
+            slots = pool.translate_loc_from_full_to_swa(requests.req_to_token.long())
+            self.req_to_token_pool = _TranslatedTokens(slots)
+            try:
+                return forward(self, q, k, v, layer, *args, **kwargs)
+            finally:
+                self.req_to_token_pool = requests
+
+        return wrapper
+
+    for name in ("forward_extend", "forward_decode"):
+        method = getattr(backend.TorchNativeAttnBackend, name)
+        setattr(backend.TorchNativeAttnBackend, name, translated(method))
 
 
 def _multi_head_latent_attention() -> None:
