@@ -23,14 +23,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from benchmarks.report import Row, write
 from lmkv.backends.file import FileTier
-from lmkv.connectors.sglang import LMKVStorage, compat
+from lmkv.connectors.sglang import LMKVLinker, LMKVStorage, compat
+from lmkv.connectors.sglang import linker as linker_module
 from lmkv.connectors.sglang import storage as storage_module
 from lmkv.store import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.tier import Status
@@ -100,11 +102,10 @@ def hashes(round_number: int, count: int = BATCH) -> list[str]:
 class Direct:
     """The tier by itself, as `lmkv.store` drives it: large batches on several threads."""
 
-    def __init__(self, directory: Path, page_bytes: int) -> None:
+    def __init__(self, directory: Path, page_bytes: int, pool: MHATokenToKVPoolHost) -> None:
         self.tier = FileTier(directory, max(8 * BATCH * page_bytes, 256 << 20))
-        # Memory as torch gives it to a host pool: the disk moves huge pages faster, but no pool has them.
-        memory = torch.randint(0, 256, (BATCH * page_bytes + 4096,), dtype=torch.uint8)
-        view = memoryview(memory.numpy())[-memory.data_ptr() % 4096 :][: BATCH * page_bytes]
+        # The pool's own memory: how it is scattered over physical pages makes up to a factor of two.
+        view = memoryview(pool.kv_buffer.view(torch.uint8).reshape(-1).numpy())[: BATCH * page_bytes]
         self.pages = [view[start : start + page_bytes] for start in range(0, len(view), page_bytes)]
         self.reads = ThreadPoolExecutor(READ_THREADS)
         self.writes = ThreadPoolExecutor(WRITE_THREADS)
@@ -177,7 +178,7 @@ def seconds(call: Callable[..., object], *args: object) -> float:
 def bench(directory: Path, page_bytes: int, rounds: int) -> list[Row]:
     """Rows of one page size."""
     ours = Ours(directory / "ours", page_bytes)
-    direct = Direct(directory / "direct", page_bytes)
+    direct = Direct(directory / "direct", page_bytes, ours.pool)
     (directory / "sglang").mkdir()
     theirs = SGLangFile(directory / "sglang", page_bytes, ours.pool)
     times: dict[tuple[str, str], list[float]] = {}
@@ -232,6 +233,58 @@ def lookups(ours: Ours, rounds: int) -> list[Row]:
     ]
 
 
+def linker_lookups(directory: Path, rounds: int) -> list[Row]:
+    """Microseconds a page of the linker's lookup, with all pages in the slab and with all below it."""
+    compat.linker_ranks = lambda _: SimpleNamespace(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        dp_rank=0,
+        is_mla_model=False,
+    )
+    compat.server_args = lambda: SimpleNamespace(pp_size=1, dp_size=1)
+    pool = MHATokenToKVPool(
+        size=LOOKUP_PAGES * PAGE_TOKENS,
+        page_size=PAGE_TOKENS,
+        dtype=torch.bfloat16,
+        head_num=1,
+        head_dim=64,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    params = SimpleNamespace(
+        page_size=PAGE_TOKENS,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
+        attn_cp_cache_group=None,
+        attn_tp_cache_group=None,
+        tp_cache_group=None,
+        mtp_draft_device_pools=(),
+        sidecar_draft_device_pools=(),
+    )
+    lmkv = {"host": {"capacity": "64MiB"}, "file": {"path": str(directory), "capacity": "256MiB"}}
+    medians = {}
+    for where in ("in the slab", "below it"):
+        linker = LMKVLinker(None, params, components={ComponentType.FULL}, extra_config={"lmkv": lmkv})
+        indices = torch.arange(LOOKUP_PAGES * PAGE_TOKENS)
+        names = hashes(-1, LOOKUP_PAGES)
+        wanted = [PoolTransfer(name=PoolName.KV, keys=names, device_indices=indices)]
+        if where == "in the slab":
+            assert linker.offload(wanted)
+            while not linker.num_completed_offloads() or linker.pending_writes:
+                time.sleep(0.01)
+        assert linker.lookup("bench", wanted)[-1] == LOOKUP_PAGES
+        times = [seconds(linker.lookup, "bench", wanted) for _ in range(20 * rounds)]
+        medians[where] = 1e6 * statistics.median(times) / LOOKUP_PAGES
+        linker.close()
+    return [
+        Row(f"linker lookup, a page {where}", 0, median, "us", 1, median) for where, median in medians.items()
+    ]
+
+
 def resident_bytes() -> int:
     fields = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in fields if line.startswith("RssAnon"))
@@ -254,14 +307,15 @@ def memory(directory: Path) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dir", type=Path, default=Path("build"), help="on the disk to be measured")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, default=Path("build/bench/sglang_storage.json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sglang_cpu.register()
     # What an engine would tell; nothing here depends on it.
-    storage_module.check_engine = lambda _: None
-    storage_module.engine_fields = lambda _: {}
+    for module in (storage_module, linker_module):
+        module.check_engine = lambda _: None
+        module.engine_fields = lambda _: {}
     compat.attention_dp_size = lambda: 1
     args.dir = args.dir.resolve()
     args.dir.mkdir(parents=True, exist_ok=True)
@@ -275,6 +329,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(dir=args.dir, prefix="bench-sglang-"))
     try:
         rows.append(memory(directory))
+        rows += linker_lookups(directory / "linker", args.rounds)
     finally:
         shutil.rmtree(directory)
     write(args.json, rows)

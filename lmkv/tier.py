@@ -118,7 +118,7 @@ def pieces(buffer: Buffer) -> Sequence[memoryview]:
 
 def buffer_bytes(buffer: Buffer) -> int:
     """Length of the chunk in bytes."""
-    return buffer.nbytes if isinstance(buffer, memoryview) else sum(piece.nbytes for piece in buffer)
+    return buffer.nbytes if isinstance(buffer, memoryview) else sum([piece.nbytes for piece in buffer])
 
 
 #: numpy gives up the GIL for a copy. For a large one that lets other threads run; for a small one, getting

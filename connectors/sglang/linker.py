@@ -223,6 +223,8 @@ class LMKVLinker(UnifiedCacheLinker):
         """How many leading pages can be in slots at once, if those below are read into some."""
         size = slot_bytes(self._layered.chunk_bytes[self._places[name]])
         left = self._store.promotable_bytes // size
+        if found.count(Presence.BELOW) <= left:
+            return len(found)
         for count, where in enumerate(found):
             if where is Presence.BELOW:
                 left -= 1

@@ -17,6 +17,10 @@ from lmkv.tier import Buffer
 #: Unit of the file tier's direct I/O: what is not a multiple of it takes a bounce copy.
 ALIGNMENT_BYTES = 4096
 
+_FIRST_ADDRESS = 4096
+#: All that a process can address. A slice of it costs a fifth of a view made by ctypes.
+_MEMORY = memoryview((ctypes.c_ubyte * (1 << 56)).from_address(_FIRST_ADDRESS)).cast("B")
+
 
 class HostPages(Protocol):
     """Pages of one host pool. `indices`: token slots, `page_size` consecutive ones a page."""
@@ -47,8 +51,6 @@ class PagesInPlace:
         """`segments`: bytes of each segment of a page, in the pool's order."""
         self._pool = pool
         self._segments = len(segments)
-        # ctypes makes a type of each length; a pool has one or two.
-        self._types = {size: ctypes.c_ubyte * size for size in segments}
         self.page_size = _page_size(pool)
         self.page_bytes = sum(segments)
         self.form = "segments " + ",".join(map(str, segments))
@@ -57,9 +59,8 @@ class PagesInPlace:
     def sources(self, indices: torch.Tensor) -> Sequence[Buffer]:
         """See `HostPages.sources`."""
         pointers, sizes = self._pool.get_page_buffer_meta(indices)
-        types = self._types
         pieces = [
-            memoryview(types[size].from_address(pointer)).cast("B")
+            _MEMORY[pointer - _FIRST_ADDRESS : pointer - _FIRST_ADDRESS + size]
             for pointer, size in zip(pointers, sizes, strict=True)
         ]
         step = self._segments

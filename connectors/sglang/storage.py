@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 _GROUP = bytes(GROUP_BYTES)
 _KV = "kv"
 _MAMBA = "mamba"
+#: Below this, a part is read sooner than another thread has begun.
+_MIN_PART_BYTES = 1 << 20
 #: Batches kept for SGLang's histograms until it asks, every few seconds.
 _MAX_COUNTED = 4096
 
@@ -252,9 +254,12 @@ class LMKVStorage(HiCacheStorage):
         tokens = ready.pages.page_size
         if len(indices) != len(keys) * tokens:
             raise ValueError(f"{len(indices)} host indices for {len(keys)} pages of {tokens}")
-        # Bounce copies take memory, so their parts are small.
-        large = threads is self._writes and ready.pages.in_place
-        step = max(1, (WRITE_BATCH_BYTES if large else READ_BATCH_BYTES) // ready.pages.page_bytes)
+        page_bytes = ready.pages.page_bytes
+        if threads is self._writes and ready.pages.in_place:
+            part_bytes = WRITE_BATCH_BYTES
+        else:  # all threads share a small batch; bounce copies take memory, so their parts are small too
+            part_bytes = min(max(len(keys) * page_bytes // READ_THREADS, _MIN_PART_BYTES), READ_BATCH_BYTES)
+        step = max(1, part_bytes // page_bytes)
         starts = range(0, len(keys), step)
         parts = [(keys[at : at + step], indices[at * tokens : (at + step) * tokens]) for at in starts]
         began = time.monotonic()
@@ -264,7 +269,7 @@ class LMKVStorage(HiCacheStorage):
             moved = threads.map(partial(move, ready), *zip(*parts, strict=True))
             statuses = [status for part in moved for status in part]
         if self._ranks.enable_storage_metrics:
-            batches.append((len(keys), len(keys) * ready.pages.page_bytes, time.monotonic() - began))
+            batches.append((len(keys), len(keys) * page_bytes, time.monotonic() - began))
         return [status is Status.OK for status in statuses]
 
     @guarded(_all_unavailable)
