@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -255,11 +256,11 @@ class LMKVStorage(HiCacheStorage):
         if len(indices) != len(keys) * tokens:
             raise ValueError(f"{len(indices)} host indices for {len(keys)} pages of {tokens}")
         page_bytes = ready.pages.page_bytes
-        if threads is self._writes and ready.pages.in_place:
-            part_bytes = WRITE_BATCH_BYTES
-        else:  # all threads share a small batch; bounce copies take memory, so their parts are small too
-            part_bytes = min(max(len(keys) * page_bytes // READ_THREADS, _MIN_PART_BYTES), READ_BATCH_BYTES)
-        step = max(1, part_bytes // page_bytes)
+        # Bounce copies take memory, so their parts are small.
+        large = threads is self._writes and ready.pages.in_place
+        step = max(1, (WRITE_BATCH_BYTES if large else READ_BATCH_BYTES) // page_bytes)
+        if threads is self._reads:  # all threads share a small batch
+            step = min(step, max(ceil(len(keys) / READ_THREADS), _MIN_PART_BYTES // page_bytes))
         starts = range(0, len(keys), step)
         parts = [(keys[at : at + step], indices[at * tokens : (at + step) * tokens]) for at in starts]
         began = time.monotonic()

@@ -695,7 +695,7 @@ def test_while_a_read_hangs_nothing_new_is_begun(open_storage: Open, monkeypatch
 # --- system calls
 
 
-def test_a_batch_of_adjacent_pages_is_one_system_call(
+def test_a_batch_of_adjacent_pages_is_a_system_call_a_thread(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 128
@@ -717,7 +717,7 @@ def test_a_batch_of_adjacent_pages_is_one_system_call(
     assert calls == ["pwritev"]
     before = pool.contents()
     assert storage.batch_get_v1(keys(count), pool.indices(range(count, 2 * count))) == [True] * count
-    assert calls == ["pwritev", "preadv"]
+    assert calls == ["pwritev"] + ["preadv"] * storage_module.READ_THREADS
     assert pool.holds(pool.moved(before, source, {count + page: page for page in range(count)}))
     assert counters(storage)["bounced"] == 0
 
