@@ -215,6 +215,15 @@ class _Record(NamedTuple):
     created_ns: int
 
 
+class _Member(NamedTuple):
+    """A chunk of a segment. `place` comes first: sorting puts neighbours side by side."""
+
+    place: int
+    length: int
+    key: bytes
+    hot: bool
+
+
 class _Piece(NamedTuple):
     """Records to write next to each other. Their place is taken, and its segment not recycled until then."""
 
@@ -637,7 +646,7 @@ class FileTier(Tier):
         hot: list[_Record] = []
         if not self._free and (oldest := self._oldest()) is not None:
             hot = self._read_hot(oldest)
-            if self._recycle(oldest, kept=len(hot)) is not Status.OK:
+            if self._recycle(oldest, kept=hot) is not Status.OK:
                 return Status.UNAVAILABLE
         if not self._free:
             return Status.REJECTED
@@ -674,8 +683,10 @@ class FileTier(Tier):
                     self._failed("preallocate", error)
                 return
 
-    def _recycle(self, segment: int, kept: int = 0) -> Status:
-        """Forget what lies in a segment, durably, and make it a free one."""
+    def _recycle(self, segment: int, kept: Sequence[_Record] = ()) -> Status:
+        """Forget what lies in a segment, durably, and make it a free one. `kept` is written again."""
+        if self.on_evict is not None:
+            self._hand_on(segment, {record.key for record in kept})
         known = self._index.segments.get(segment)
         generation = known.generation + 1 if known else 1
         # Not synced: after a power cut that loses this entry, what was overwritten fails verification.
@@ -685,34 +696,56 @@ class FileTier(Tier):
         if segment in self._full:
             self._full.remove(segment)
         with self._lock:
-            self._counters["evicted"] += self._index.recycle(segment, generation) - kept
+            self._counters["evicted"] += self._index.recycle(segment, generation) - len(kept)
         self._free.append(segment)
         return Status.OK
 
+    def _hand_on(self, segment: int, kept: set[bytes]) -> None:
+        """Give the chunks of a segment to whoever wants what is evicted."""
+        assert self.on_evict is not None
+        stored = [chunk for chunk in self._members(segment) if chunk.key not in kept]
+        for run in runs([Extent(place, record_blocks(length)) for place, length, *_ in stored]):
+            records = self._read_back(segment, stored[run])
+            payloads = [record.payload.pieces[0][: record.payload.length] for record in records]
+            try:
+                if records:
+                    self.on_evict([record.key for record in records], payloads)
+            except Exception as error:  # noqa: BLE001  # another tier's fault must not keep this one from storing
+                self._failed("hand on what it evicts", error)
+
     def _read_hot(self, segment: int) -> list[_Record]:
         """Records that were read since they were written, ready to be written again as they are."""
-        hot = []
-        for digest, rests in self._index.segments[segment].members.items():
+        hot = [chunk for chunk in self._members(segment) if chunk.hot]
+        ends = list(accumulate(record_blocks(chunk.length) * BLOCK_BYTES for chunk in hot))
+        return self._read_back(segment, hot[: bisect_right(ends, self._segment_bytes // REINSERTED_SHARE)])
+
+    def _members(self, segment: int) -> list[_Member]:
+        """What lies in a segment and is still offered, in order."""
+        members = set()
+        for digest, rests in self._index.segments.get(segment, _Segment(0)).members.items():
             for rest in rests:
-                location = self._index.spaces.get(digest, _EMPTY).get(rest, 0)
-                if location & _HOT and location >> 45 == segment:
-                    hot.append((_place(location), _length(location), digest + rest))
-        hot = sorted(set(hot))
-        ends = list(accumulate((record_blocks(length) * BLOCK_BYTES for _, length, _ in hot), initial=0))
-        hot = hot[: bisect_right(ends, self._segment_bytes // REINSERTED_SHARE) - 1]
-        if not hot:
+                location = self._index.spaces.get(digest, _EMPTY).get(rest, -1)
+                if location >= 0 and location >> 45 == segment:
+                    hot = bool(location & _HOT)
+                    members.add(_Member(_place(location), _length(location), digest + rest, hot))
+        return sorted(members)
+
+    def _read_back(self, segment: int, members: Sequence[_Member]) -> list[_Record]:
+        """The records of some members that are as they were written."""
+        ends = list(accumulate((record_blocks(m.length) * BLOCK_BYTES for m in members), initial=0))
+        if not members:
             return []
-        view = memory(ends[len(hot)])
+        view = memory(ends[-1])
         records = []
         try:
             file = self._open(segment)
-            for run in runs([Extent(place, record_blocks(length)) for place, length, _ in hot]):
+            for run in runs([Extent(member.place, record_blocks(member.length)) for member in members]):
                 part = view[ends[run.start] : ends[run.stop]]
-                os.preadv(file.fd, [part], (hot[run.start][0] & 0xFFFF) * BLOCK_BYTES)
+                os.preadv(file.fd, [part], (members[run.start].place & 0xFFFF) * BLOCK_BYTES)
         except OSError as error:
             self._failed("read", error)
             return []
-        for start, (_, length, key) in zip(ends, hot, strict=False):
+        for start, (_, length, key, _) in zip(ends, members, strict=False):
             record = view[start : start + record_blocks(length) * BLOCK_BYTES]
             header = decode_header(record[:HEADER_BYTES])
             if header and verify(header, key, record[BLOCK_BYTES : BLOCK_BYTES + length]):

@@ -33,8 +33,8 @@ import numpy as np
 from benchmarks.report import Row, write
 from lmkv import slab as slabs
 from lmkv.backends.file import FileTier
+from lmkv.below import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.executor import ThreadedExecutor
-from lmkv.store import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 
 HUGE_PAGE_BYTES = 2 * 2**20
 #: The project's bars on the ratios for chunks of 2 MiB.

@@ -22,13 +22,14 @@ import torch
 
 from benchmarks.report import Row, write
 from lmkv import slab as slabs
+from lmkv.below import Below
 from lmkv.executor import SteppedExecutor
 from lmkv.index import HostIndex
 from lmkv.kernels import Fragment
 from lmkv.keys import Namespace
 from lmkv.pipeline import GroupBlocks, RankPipeline
 from lmkv.slots import SlotAllocator
-from lmkv.store import Below, Store
+from lmkv.store import Store
 from lmkv.tier import Status, Tier, TierInfo, TierStats
 
 LAYERS = 30

@@ -31,10 +31,10 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from benchmarks.report import Row, write
 from lmkv.backends.file import FileTier
+from lmkv.below import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.connectors.sglang import LMKVLinker, LMKVStorage, compat
 from lmkv.connectors.sglang import linker as linker_module
 from lmkv.connectors.sglang import storage as storage_module
-from lmkv.store import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.tier import Status
 from tools import sglang_cpu
 

@@ -24,6 +24,8 @@ from msgspec import Meta
 NOT_SETTINGS = frozenset({"LMKV_CONFIG", "LMKV_CACHE"})
 #: Far below one chunk of any real model, so a smaller capacity is a forgotten unit ("20" for "20GiB").
 MIN_CAPACITY_BYTES = 64 * 2**10
+#: One value of the Redis tier; far below the server's own bound of 512 MiB.
+MAX_PART_BYTES = 64 * 2**20
 #: The file tier's default stops here: an unasked-for cache should not take a whole data disk.
 MAX_DEFAULT_FILE_BYTES = 100 * 2**30
 #: The host tier's default stops here: memory others may need, prefaulted and never given back.
@@ -40,6 +42,29 @@ class ConfigError(ValueError):
 
 class Size(int):
     """A number of bytes; in a source an integer, or a string such as "20GiB" (`parse_size`)."""
+
+
+class Duration(float):
+    """A number of seconds; in a source a number, or a string such as "7d" (`parse_duration`)."""
+
+
+class Secret(str):
+    """A password: read from the environment alone, and shown by nothing."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+class Url(str):
+    """A server's URL, shown without user and password."""
+
+    def __repr__(self) -> str:
+        return repr(redact_url(str(self)))
+
+
+#: Roles of a tier, and when chunks go down to it.
+Role = Literal["read_write", "read_only", "write_only"]
+Policy = Literal["write_through", "demote"]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,6 +105,90 @@ class FileConfig(_Table, frozen=True):
             },
         ),
     ] = None
+    role: Annotated[
+        Role,
+        Meta(
+            description="What this engine does with the directory: `read_only` never stores there, "
+            "`write_only` never looks there."
+        ),
+    ] = "read_write"
+    policy: Annotated[
+        Policy,
+        Meta(
+            description="`write_through`: every chunk is written as soon as it is in host memory. `demote`: "
+            "only chunks that are about to be evicted from it, which spares the disk, and loses the others "
+            "when the engine ends."
+        ),
+    ] = "write_through"
+
+
+class RedisConfig(_Table, frozen=True):
+    """A server of the Redis protocol (Redis, Valkey): chunks that engines on several machines share."""
+
+    url: Annotated[
+        Url | None,
+        Meta(
+            description="`redis://host:6379/0`; `rediss://` for TLS; for Sentinel "
+            "`redis+sentinel://host:26379,host2:26379/service/0` or `rediss+sentinel://`; of a cluster any "
+            "node's URL. A password in it is taken from the environment variable alone.",
+            extra={"default": "none: the Redis tier is off"},
+        ),
+    ] = None
+    username: Annotated[str | None, Meta(description="ACL user.", extra={"default": "none"})] = None
+    password: Annotated[
+        Secret | None,
+        Meta(
+            description="Password. Only the environment variable sets it: others see files and flags.",
+            extra={"default": "none"},
+        ),
+    ] = None
+    password_file: Annotated[
+        str | None,
+        Meta(description="File whose first line is the password.", extra={"default": "none"}),
+    ] = None
+    ca_file: Annotated[
+        str | None,
+        Meta(
+            description="PEM file of the authorities that `rediss://` trusts.",
+            extra={"default": "the system's"},
+        ),
+    ] = None
+    cert_file: Annotated[
+        str | None, Meta(description="PEM file of the client certificate.", extra={"default": "none"})
+    ] = None
+    key_file: Annotated[
+        str | None, Meta(description="PEM file of its key.", extra={"default": "in `cert_file`"})
+    ] = None
+    check_hostname: Annotated[
+        bool, Meta(description="Whether the server's certificate must name the host of the URL.")
+    ] = True
+    ttl: Annotated[
+        Duration | None,
+        Meta(
+            description="How long the server keeps a chunk after it was stored.",
+            extra={"default": "as long as the server has room"},
+        ),
+    ] = None
+    part_size: Annotated[
+        Size,
+        Meta(
+            description="Chunks above this are split into values of this size, 64 KiB to 64 MiB. Engines "
+            "that share must agree on it; others miss each other's chunks.",
+            extra={"default": "4 MiB"},
+        ),
+    ] = Size(4 * 2**20)
+    role: Annotated[
+        Role,
+        Meta(description="`read_only` never stores on the server, `write_only` never asks it."),
+    ] = "read_write"
+    policy: Annotated[
+        Policy,
+        Meta(
+            description="`write_through`: every chunk is sent as soon as it is in host memory. `demote`: "
+            "only chunks that are about to be evicted from the tier above: the files if there are any, else "
+            "host memory."
+        ),
+    ] = "write_through"
 
 
 class IdentityConfig(_Table, frozen=True):
@@ -113,6 +222,13 @@ class VllmConfig(_Table, frozen=True):
             "because the next turn of a chat sends them back."
         ),
     ] = False
+    gate: Annotated[
+        bool,
+        Meta(
+            description="Leave a hit below the host tier alone when loading it would take longer than "
+            "computing it again, by the speeds measured so far."
+        ),
+    ] = True
 
 
 class SglangConfig(_Table, frozen=True):
@@ -140,6 +256,7 @@ class Config(_Table, frozen=True):
 
     host: HostConfig = HostConfig()
     file: FileConfig = FileConfig()
+    redis: RedisConfig = RedisConfig()
     identity: IdentityConfig = IdentityConfig()
     vllm: VllmConfig = VllmConfig()
     sglang: SglangConfig = SglangConfig()
@@ -159,7 +276,13 @@ _EXPECTED: dict[Any, str] = {
     int: "an integer of 1 or more",
     str: "a string",
     str | None: "a string",
+    Secret | None: "a string",
+    Url | None: "a URL",
+    Size: 'a size such as "4MiB"',
+    Duration | None: 'a time such as "7d"',
     Literal["storage", "linker"]: '"storage" or "linker"',
+    Role: '"read_write", "read_only" or "write_only"',
+    Policy: '"write_through" or "demote"',
 }
 
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*)", re.IGNORECASE)
@@ -194,10 +317,44 @@ def parse_size(value: object) -> Size:
     return size
 
 
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)\s*(ms|s|m|h|d|w)", re.IGNORECASE)
+_SECONDS = {"ms": 1e-3, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+#: Redis counts milliseconds; beyond a century a time is a typing error.
+MIN_DURATION_S, MAX_DURATION_S = 1e-3, 100 * 365 * 86400.0
+
+
+def parse_duration(value: object) -> Duration:
+    """Seconds of a time: a number, or a string with a unit, ms, s, m, h, d or w. Raises ValueError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        duration = Duration(value)
+    elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
+        duration = Duration(float(match[1]) * _SECONDS[match[2].lower()])
+    else:
+        raise ValueError(f"{value!r} is not a time; write a number and ms, s, m, h, d or w")
+    if not MIN_DURATION_S <= duration <= MAX_DURATION_S:
+        raise ValueError(f"{value!r} is not between 1 ms and 100 years")
+    return duration
+
+
+def redact_url(url: str) -> str:
+    """The URL without user and password, for logs and errors."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    # The last @ ends the user part: a password may hold one that should have been escaped.
+    hosts = authority.rpartition("@")[2]
+    return f"{scheme}{separator}{hosts}{slash}{path.partition('?')[0]}"
+
+
 def _decode(kind: type, value: object) -> object:
-    """msgspec hook for the one type that it does not know."""
+    """msgspec hook for the types that it does not know."""
     if kind is Size:
         return parse_size(value)
+    if kind is Duration:
+        return parse_duration(value)
+    if kind in (Secret, Url):
+        if isinstance(value, str):
+            return kind(value)
+        raise ValueError(f"expected a string, not {type(value).__name__}")
     raise NotImplementedError(f"no setting has the type {kind}")
 
 
@@ -295,7 +452,10 @@ def _setting(table: str, name: str, value: object, source: str, *, text: bool = 
     except msgspec.ValidationError as error:
         fix = f"set it to {_EXPECTED[kind.__origin__]}, or leave it out."
         raise ConfigError(label, f"{error} (from {source}).", fix) from error
-    if isinstance(converted, Size):
+    if table == "redis":
+        # What is a Secret or a Url already was checked when it was read.
+        _check_redis(label, name, converted, source, private=text or isinstance(value, Secret | Url))
+    if isinstance(converted, Size) and name == "capacity":
         total = read_memory().total_bytes
         if table == "host" and converted > total:
             problem = f"{value!r} is more than this machine's or cgroup's {total} bytes (from {source})."
@@ -307,6 +467,30 @@ def _setting(table: str, name: str, value: object, source: str, *, text: bool = 
             raise ConfigError(label, f"{converted!r} is not an absolute path (from {source}).", fix)
         return os.path.normpath(path)
     return converted
+
+
+_REDIS_SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel")
+
+
+def _check_redis(label: str, name: str, value: object, source: str, *, private: bool) -> None:
+    """What the types of [redis] do not say. Messages never show a URL's password."""
+    if name == "url" and isinstance(value, str):
+        scheme, _, rest = value.partition("://")
+        authority = rest.partition("/")[0]
+        if scheme not in _REDIS_SCHEMES or not authority:
+            fix = "write redis://host:6379/0, rediss:// for TLS, or redis+sentinel://host:26379/service/0."
+            raise ConfigError(label, f"{redact_url(value)!r} is not a Redis URL (from {source}).", fix)
+        if ":" in authority.rpartition("@")[0] and not private:
+            fix = "set LMKV_REDIS_PASSWORD or [redis] password_file."
+            raise ConfigError(label, f"it has a password, which others could read (from {source}).", fix)
+    if name == "password" and value is not None and not private:
+        fix = "set the environment variable LMKV_REDIS_PASSWORD, or [redis] password_file."
+        raise ConfigError(label, f"set where others could read it (from {source}).", fix)
+    if name == "part_size" and isinstance(value, int) and value > MAX_PART_BYTES:
+        raise ConfigError(label, f"{value} bytes are more than 64 MiB (from {source}).", "set 4MiB.")
+    if name.endswith("_file") and isinstance(value, str) and not os.path.isfile(value):
+        fix = "name a readable file by its absolute path."
+        raise ConfigError(label, f"{value!r} is not a file (from {source}).", fix)
 
 
 def _tables(data: object, source: str) -> Iterator[tuple[str, str, object]]:
@@ -372,6 +556,10 @@ def load(extra: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
             "set, but [file] path is not, so there is no file tier.",
             "set [file] path, or leave [file] capacity away.",
         )
+    for name in values["redis"]:
+        if "url" not in values["redis"]:
+            problem = "set, but [redis] url is not, so there is no Redis tier."
+            raise ConfigError(f"[redis] {name}", problem, f"set [redis] url, or leave [redis] {name} away.")
     return msgspec.convert(values, Config, dec_hook=_decode)
 
 
@@ -391,14 +579,15 @@ def reference() -> str:
         for field in msgspec.structs.fields(struct):
             kind = field.type
             (meta,) = (part for part in kind.__metadata__ if isinstance(part, Meta))
-            default = (meta.extra or {}).get("default", f"`{msgspec.json.encode(field.default).decode()}`")
+            computed: str | None = (meta.extra or {}).get("default")
+            default = computed or f"`{msgspec.json.encode(field.default).decode()}`"
             variable = f"LMKV_{table}_{field.name}".upper()
             cells = [
                 f"`{field.name}`",
                 f"`{variable}`",
                 _EXPECTED[kind.__origin__],
                 default,
-                meta.description,
+                meta.description or "",
             ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

@@ -4,6 +4,7 @@ A policy holds exactly the entries that may be evicted: the index adds an entry 
 lease ends and takes it out when it is leased, so a policy never meets one that is in use.
 """
 
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -22,8 +23,9 @@ class Evictable:
 class EvictionPolicy(Protocol):
     """Order of eviction among unleased entries. Every call costs O(1)."""
 
-    def insert(self, entry: Evictable) -> None:
-        """The entry became evictable; it was used just now."""
+    def insert(self, entry: Evictable, *, coldest: bool = False) -> None:
+        """The entry became evictable. It was used just now; or it goes, with `coldest`, before all others
+        but those that were put in so before it."""
 
     def remove(self, entry: Evictable) -> None:
         """The entry is leased or gone."""
@@ -31,17 +33,19 @@ class EvictionPolicy(Protocol):
     def victim(self) -> Evictable | None:
         """The entry to evict next, left in place; None when there is none."""
 
+    def oldest_first(self) -> Iterator[Evictable]:
+        """All entries in the order of eviction. Nothing may change meanwhile."""
+
 
 class LRU:
-    """Least recently used first: a doubly linked ring through the entries."""
+    """What was put in as coldest, then the least recently used: doubly linked rings through the entries."""
 
     def __init__(self) -> None:
-        self._ring = ring = Evictable()
-        ring.older = ring.newer = ring
+        self._used, self._cold = _ring(), _ring()
 
-    def insert(self, entry: Evictable) -> None:
-        """Make `entry` the most recently used one."""
-        ring = self._ring
+    def insert(self, entry: Evictable, *, coldest: bool = False) -> None:
+        """Make `entry` the most recently used one, or the last of those that go first."""
+        ring = self._cold if coldest else self._used
         newest = ring.older
         entry.older = newest
         entry.newer = ring
@@ -49,13 +53,29 @@ class LRU:
         ring.older = entry
 
     def remove(self, entry: Evictable) -> None:
-        """Unlink `entry`, which must be in the ring."""
+        """Unlink `entry`, which must be in a ring."""
         older, newer = entry.older, entry.newer
         older.newer = newer  # type: ignore[union-attr]  # the ring has no open ends
         newer.older = older  # type: ignore[union-attr]  # the ring has no open ends
         entry.older = entry.newer = None
 
     def victim(self) -> Evictable | None:
-        """The least recently used entry."""
-        oldest = self._ring.newer
-        return None if oldest is self._ring else oldest
+        """The entry to evict next."""
+        for ring in (self._cold, self._used):
+            if ring.newer is not ring:
+                return ring.newer
+        return None
+
+    def oldest_first(self) -> Iterator[Evictable]:
+        """See `EvictionPolicy.oldest_first`."""
+        for ring in (self._cold, self._used):
+            entry = ring.newer
+            while entry is not None and entry is not ring:
+                yield entry
+                entry = entry.newer
+
+
+def _ring() -> Evictable:
+    ring = Evictable()
+    ring.older = ring.newer = ring
+    return ring

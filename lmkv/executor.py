@@ -43,6 +43,9 @@ class Job:
 class Executor(Protocol):
     """Bounded asynchronous execution of jobs."""
 
+    #: Opened by jobs that fail or are overdue; several executors of one tier may share it.
+    breaker: "Breaker"
+
     def submit(self, run: Callable[[], Any], tag: Any, deadline_s: float) -> bool:
         """Queue a job that should be done within `deadline_s` from now; False when the queue is
         full or the breaker is open."""
@@ -57,10 +60,6 @@ class Executor(Protocol):
     @property
     def open(self) -> bool:
         """Whether the breaker is open: the tier is not to be used now."""
-
-    @property
-    def trips(self) -> int:
-        """How often the breaker has opened."""
 
     def report(self, healthy: bool) -> None:
         """Tell the breaker how the tier fared in a job."""
@@ -101,8 +100,8 @@ class Breaker:
 class ThreadedExecutor:
     """Runs jobs on daemon threads. A job that hangs costs its thread, never its owner."""
 
-    def __init__(self, name: str, threads: int, max_pending: int) -> None:
-        self.breaker = Breaker()
+    def __init__(self, name: str, threads: int, max_pending: int, breaker: Breaker | None = None) -> None:
+        self.breaker = breaker or Breaker()
         self._max_pending = max_pending
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._done: deque[Job] = deque()  # appended by the threads, popped by the owner
@@ -146,11 +145,6 @@ class ThreadedExecutor:
     def open(self) -> bool:
         """See `Executor.open`."""
         return self.breaker.open(time.monotonic())
-
-    @property
-    def trips(self) -> int:
-        """See `Executor.trips`."""
-        return self.breaker.trips
 
     def report(self, healthy: bool) -> None:
         """See `Executor.report`."""
@@ -198,8 +192,13 @@ class ThreadedExecutor:
 class SteppedExecutor:
     """The executor's twin for tests: nothing runs until `step`, and time is the caller's."""
 
-    def __init__(self, max_pending: int = 64, clock: Callable[[], float] = lambda: 0.0) -> None:
-        self.breaker = Breaker()
+    def __init__(
+        self,
+        max_pending: int = 64,
+        clock: Callable[[], float] = lambda: 0.0,
+        breaker: Breaker | None = None,
+    ) -> None:
+        self.breaker = breaker or Breaker()
         self._max_pending = max_pending
         self._clock = clock
         self._queued: deque[Job] = deque()
@@ -242,11 +241,6 @@ class SteppedExecutor:
     def open(self) -> bool:
         """See `Executor.open`."""
         return self.breaker.open(self._clock())
-
-    @property
-    def trips(self) -> int:
-        """See `Executor.trips`."""
-        return self.breaker.trips
 
     def report(self, healthy: bool) -> None:
         """See `Executor.report`."""

@@ -5,6 +5,7 @@ reserved, filled, committed, and from then on found; a lease keeps it from being
 """
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from lmkv.eviction import LRU, Evictable, EvictionPolicy
 from lmkv.slots import SlotAllocator, slot_bytes
@@ -16,7 +17,7 @@ NO_OWNER = 0
 class Entry(Evictable):
     """One chunk in the host tier."""
 
-    __slots__ = ("chunk_bytes", "key", "leases", "offset")
+    __slots__ = ("chunk_bytes", "demoted", "key", "leases", "offset")
 
     def __init__(self, key: bytes, offset: int, chunk_bytes: int) -> None:
         super().__init__()
@@ -26,6 +27,8 @@ class Entry(Evictable):
         self.chunk_bytes = chunk_bytes
         #: Holders that keep the slot; an entry without any is evictable.
         self.leases = 1
+        #: It was given to the tiers that take what is about to be evicted.
+        self.demoted = False
 
 
 class HostIndex:
@@ -87,14 +90,17 @@ class HostIndex:
             self.leased_bytes += size
         entry.leases += 1
 
-    def release(self, entry: Entry) -> None:
-        """End one lease. The last one makes the entry evictable, or frees it if it was removed."""
+    def release(self, entry: Entry, *, coldest: bool = False) -> None:
+        """End one lease. The last one makes the entry evictable, or frees it if it was removed.
+
+        `coldest`: it was leased to be demoted, so it is among the next to be evicted and not the last.
+        """
         entry.leases -= 1
         if entry.leases == 0:
             size = slot_bytes(entry.chunk_bytes)
             self.leased_bytes -= size
             if self.ready.get(entry.key) is entry:
-                self._policies[size].insert(entry)
+                self._policies[size].insert(entry, coldest=coldest)
             else:
                 self._free(entry)
 
@@ -105,6 +111,17 @@ class HostIndex:
             policy = self._policies[slot_bytes(entry.chunk_bytes)]
             policy.remove(entry)
             policy.insert(entry)
+
+    def next_victims(self, share: int) -> list[Entry]:
+        """What the next reservations would evict, if one in `share` of all slots of each class were
+        reserved now; the first victim first."""
+        victims: list[Entry] = []
+        for size, policy in self._policies.items():
+            ahead = self.slots.room(size) // share - self.slots.spare(size)
+            for entry in islice(policy.oldest_first(), max(0, ahead)):
+                assert isinstance(entry, Entry)
+                victims.append(entry)
+        return victims
 
     def remove(self, key: bytes) -> bool:
         """Forget a ready chunk; its slot is freed now or when its last lease ends."""

@@ -36,6 +36,9 @@ METRICS = {
     "lmkv_breaker_trips": Metric("Times a tier failed or hung and was left alone for a while.", ("tier",)),
     "lmkv_pending_writes": Metric("Chunks waiting to be written below the host tier.", gauge=True),
     "lmkv_host_chunks": Metric("Chunks in the host tier.", gauge=True),
+    "lmkv_tier_events": Metric("What a tier counted of itself; docs/metrics.md.", ("tier", "event")),
+    "lmkv_prefill_tokens_per_s": Metric("How fast prompts are computed, as measured.", gauge=True),
+    "lmkv_load_bytes_per_s": Metric("How fast a tier loads, as measured.", ("tier",), gauge=True),
     "lmkv_leased_bytes": Metric("Bytes of host slots that are in use by transfers.", gauge=True),
     "lmkv_ready_bytes": Metric("Bytes of the host slab that are faulted in and usable.", gauge=True),
 }
@@ -57,9 +60,9 @@ class Metrics:
         self.values[series] = self.values.get(series, 0) + amount
         self._changed.add(series)
 
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge without labels."""
-        series: Series = (name, ())
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        series: Series = (name, labels)
         if self.values.get(series) != value:
             self.values[series] = value
             self._changed.add(series)
@@ -131,16 +134,20 @@ between blocks and slots, and lookup delays). Counters end in `_total` there.
 
 _LABELS = """\
 
-`tier` is `host` or `file`; of `lmkv_hit_tokens` also `window`: tokens before a sliding window, which count as
-hit although nothing had to be loaded for them.
+`tier` is `host`, `file` or `redis`; of `lmkv_hit_tokens` also `window`: tokens before a sliding window, which
+count as hit although nothing had to be loaded for them.
 
 `reason` of `lmkv_misses`: `deadline` (it did not come in time), `no_room` (all slots leased, or the request's
-half of the slab is full), `corrupt`, `unavailable` (I/O error), `miss` (recycled meanwhile), `rejected` (too
-many reads queued), `reset`. A chunk counts each time the engine asks for it; one that lies nowhere does not.
+half of the slab is full), `corrupt`, `unavailable` (I/O error, dead server), `miss` (recycled or evicted
+meanwhile), `rejected` (too many reads queued), `gate` (computing it again is faster), `reset`. A chunk counts
+each time the engine asks for it; one that lies nowhere does not.
 
 `reason` of `lmkv_skipped_stores`: `slab_full`, `copy_failed` (between block and slot), and below the host
 tier `write_queue_full` (half the slab is waiting to be written: a larger slab helps), `breaker_open`,
 `unavailable`, `rejected` (no room, or another process writes), `reset`.
+
+`event` of `lmkv_tier_events` is what the tier counts itself, such as `corrupt`, `io_errors`, `evicted` of the
+files and `parts_missing`, `server_full`, `timeouts` of Redis; read once a second.
 
 vLLM publishes once per engine step, so on an idle engine gauges keep the value of the last step.
 """

@@ -35,6 +35,11 @@ class SlotAllocator:
         """How many slots of the class `size` fit if it has the slab to itself."""
         return self.num_extents * (self.extent_bytes // size)
 
+    def spare(self, size: int) -> int:
+        """How many slots of the class `size` can be handed out before it needs an eviction."""
+        extents = max(0, self.usable_extents - self._next_extent)
+        return len(self._free[size]) + extents * (self.extent_bytes // size)
+
     def allocate(self, size: int) -> int | None:
         """A free slot of the class `size`, None when the class needs an eviction."""
         free = self._free[size]

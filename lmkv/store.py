@@ -17,40 +17,45 @@ import enum
 import logging
 import time
 import uuid
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from lmkv.executor import Executor, Job, ThreadedExecutor
+from lmkv.below import (
+    ASK_DEADLINE_S,
+    READ_BATCH_BYTES,
+    TIER_DEADLINE_S,
+    WRITE_BATCH_BYTES,
+    WRITE_THREADS,
+    Below,
+)
+from lmkv.executor import Executor, Job
+from lmkv.gate import Gate
 from lmkv.index import NO_OWNER, Entry, HostIndex
 from lmkv.keys import GROUP_BYTES, Namespace, make_key
 from lmkv.metrics import Metrics, RateLimitedLog
+from lmkv.request import Request
 from lmkv.slab import RankArea
 from lmkv.slots import SlotAllocator, slot_bytes
-from lmkv.tier import Status, Tier
+from lmkv.tier import Status
 
 logger = logging.getLogger(__name__)
 
 #: A request waits at most this long plus its bytes at the slowest useful speed.
 DEFER_S = 0.25
 DEFER_BYTES_PER_S = 0.5e9
-#: Bytes of one read job: several run at once and keep a disk busy, each large enough that the
-#: GIL is passed around rarely (see docs/performance.md).
-READ_BATCH_BYTES = 8 << 20
-READ_THREADS = 6
-#: Half of a slab of 64 GiB.
-MAX_READ_JOBS = 4096
-#: Bytes of one write job. While one runs, the next is only started once it is full: what comes in
-#: slowly is written in few large pieces, what comes in fast by several threads.
-WRITE_BATCH_BYTES = 64 << 20
-#: While one job is flushed and one hashed, the third keeps the disk busy.
-WRITE_THREADS = 3
-#: A batch that takes longer than this plus its bytes at DEFER_BYTES_PER_S trips the breaker.
-TIER_DEADLINE_S = 5.0
 #: How long a clean shutdown waits for queued writes.
 FLUSH_S = 5.0
+
+#: How often a request that waits for another engine has a server asked again.
+WAIT_POLL_S = 0.02
+#: One in so many of all slots is kept ready to be evicted where chunks are demoted.
+_DEMOTE_SHARE = 8
+
+#: How often the tiers' own counters are read.
+_EVENTS_S = 1.0
 
 _NOTHING: dict[bytes, Entry] = {}
 
@@ -63,6 +68,8 @@ class Lookup(enum.IntEnum):
     HIT = 1
     #: On its way into host memory; ask again.
     PENDING = 2
+    #: A server is being asked where it is, or another engine is expected to store it; ask again.
+    UNKNOWN = 3
 
 
 class Presence(enum.IntEnum):
@@ -89,82 +96,6 @@ class SlabView(Protocol):
 
 
 @dataclass(eq=False)
-class Below:
-    """A tier below the host tier with the executors that drive it."""
-
-    tier: Tier
-    reads: Executor
-    writes: Executor
-    queue: deque[tuple[Entry, "Request"]] = field(default_factory=deque)
-    #: Chunks queued or being written, and the bytes of their slots.
-    writing_chunks: int = 0
-    writing_bytes: int = 0
-    #: Slot bytes that are queued and not yet in a write job.
-    queued_bytes: int = 0
-
-    @classmethod
-    def threaded(cls, tier: Tier) -> "Below":
-        """With threads of its own."""
-        return cls(
-            tier=tier,
-            reads=ThreadedExecutor(f"{tier.info.name}-read", READ_THREADS, MAX_READ_JOBS),
-            writes=ThreadedExecutor(f"{tier.info.name}-write", WRITE_THREADS, WRITE_THREADS),
-        )
-
-    @property
-    def name(self) -> str:
-        """The tier's name, a metric label."""
-        return self.tier.info.name
-
-
-class Request:
-    """What the store remembers of one request."""
-
-    __slots__ = (
-        "busy",
-        "cacheable",
-        "deadline",
-        "done",
-        "failed",
-        "hit_leases",
-        "loading",
-        "number",
-        "offered",
-        "promoted",
-        "promoted_bytes",
-        "promoted_leases",
-        "store_stopped",
-        "used",
-    )
-
-    def __init__(self, number: int, cacheable: bool) -> None:
-        self.number = number
-        #: False: neither looked up nor stored.
-        self.cacheable = cacheable
-        #: When it stops waiting for promotions; None while it waits for nothing.
-        self.deadline: float | None = None
-        self.done = False
-        #: Entries leased to it until it claims them: found in host memory, or promoted for it.
-        self.hit_leases: dict[bytes, Entry] = {}
-        self.promoted_leases: dict[bytes, Entry] = {}
-        #: Its last lookup found everything ready; leases it does not claim in that step end.
-        self.offered = False
-        #: Entries being copied into the engine for it.
-        self.loading: dict[bytes, Entry] = {}
-        #: Keys promoted for it, by the tier they came from.
-        self.promoted: dict[bytes, str] = {}
-        #: Slot bytes of its promotions, in flight or leased.
-        self.promoted_bytes = 0
-        #: Keys whose promotion failed while it waited.
-        self.failed: set[bytes] = set()
-        #: A chunk of it did not fit; the ones after it are of no use.
-        self.store_stopped = False
-        #: Entries it loaded or stored, in that order, and stores and writes still under way.
-        self.used: list[Entry] = []
-        self.busy = 0
-
-
-@dataclass(eq=False)
 class Promotion:
     """One chunk on its way from a lower tier into a reserved slot."""
 
@@ -172,6 +103,15 @@ class Promotion:
     below: Below
     waiters: list[Request]
     stale: bool = False
+
+
+@dataclass(eq=False)
+class Reading:
+    """The chunks of one lookup window that are read from one tier, in several jobs."""
+
+    begun: float
+    jobs: int = 0
+    loaded_bytes: int = 0
 
 
 class Filling(NamedTuple):
@@ -205,10 +145,14 @@ class Store:
         chunk_bytes: Mapping[int, int],
         namespace: Namespace,
         below: Sequence[Below] = (),
+        gate: Gate | None = None,
+        chunk_tokens: Mapping[int, int] | None = None,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunk_bytes`: KV group -> bytes of one of its chunks, all ranks' pieces together."""
+        """`chunk_bytes`: KV group -> bytes of one of its chunks, all ranks' pieces together.
+        `gate`: keeps loads that do not pay away; it needs `chunk_tokens`, the tokens of a chunk.
+        """
         self.metrics = metrics if metrics is not None else Metrics()
         self.namespace = namespace
         self._slab = slab
@@ -217,6 +161,10 @@ class Store:
         self._clock = clock
         self._log = RateLimitedLog()
         self._chunk_bytes = {group.to_bytes(GROUP_BYTES, "big"): size for group, size in chunk_bytes.items()}
+        self._gate = gate
+        self._chunk_tokens = {
+            group.to_bytes(GROUP_BYTES, "big"): tokens for group, tokens in (chunk_tokens or {}).items()
+        }
         self._slots = SlotAllocator(slab.capacity_bytes, map(slot_bytes, chunk_bytes.values()))
         self.index = HostIndex(self._slots)
         self._half_bytes = 0  # of the usable slab, see `_grow`
@@ -234,6 +182,7 @@ class Store:
         self._failed_seen = [rank.failed_count for rank in ranks]
         self._failed_tickets: set[int] = set()
         self._all_failed_below = 0
+        self._next_events = 0.0
         self._parked: list[tuple[int, list[Entry]]] = []
         self._waiting: set[Request] = set()  # requests that hold leases or wait
         # The lookup window: the lookups of one request between two steps.
@@ -241,20 +190,30 @@ class Store:
         self._window_hits: list[Entry] = []
         self._window_leased = 0
         self._window_pending = False
+        #: Tokens of the chunks that the request waits for, by group.
+        self._window_tokens: Counter[bytes] = Counter()
         self._window_now = 0.0
         self._view = _NOTHING
+        #: On whose account chunks are demoted.
+        self._demoting = self.new_request()
         self._grow()
 
     def room(self, chunk_bytes: int) -> int:
         """How many chunks of this size the slab holds when it is full of them."""
         return self._slots.room(slot_bytes(chunk_bytes))
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Note how fast the engine computes prompt tokens, for the gate."""
+        if self._gate is not None:
+            self._gate.computed(tokens, seconds)
+
     # --- requests -------------------------------------------------------------------------------
 
-    def new_request(self, cacheable: bool = True) -> Request:
-        """Start a request. `cacheable=False` keeps it out of the cache altogether."""
+    def new_request(self, cacheable: bool = True, wait_s: float = 0.0) -> Request:
+        """Start a request. `cacheable=False` keeps it out of the cache altogether. `wait_s`: for how
+        long another engine may still be about to store its chunks."""
         self._requests += 1
-        return Request(self._requests, cacheable)
+        return Request(self._requests, cacheable, self._clock() + wait_s if wait_s > 0 else None)
 
     def finish_request(self, request: Request) -> None:
         """End a request: its leases go, and its chunks become the most recently used, the head
@@ -313,6 +272,7 @@ class Store:
             return
         if self._window_pending:
             self._lease_hits(request)
+            self._bound_wait(request)
         request.offered = not self._window_pending
         if self._window_pending or request.hit_leases or request.promoted_leases:
             self._waiting.add(request)
@@ -323,18 +283,40 @@ class Store:
         self._view = _NOTHING
         if self._unread:
             self._submit_reads()
+        for below in self._below:
+            if below.unasked:
+                self._submit_ask(below)
+
+    def _bound_wait(self, request: Request) -> None:
+        """Nobody waits for longer than computing would take, if that is known."""
+        tokens = max(self._window_tokens.values(), default=0)
+        self._window_tokens.clear()
+        if self._gate is None or request.deadline is None or request.wait_until is not None:
+            return
+        recompute_s = self._gate.recompute_s(tokens)
+        if recompute_s is not None:
+            request.deadline = min(request.deadline, self._window_now + recompute_s)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Where each chunk lies. Starts nothing and promises nothing."""
+        """Where each chunk lies, as far as that is known now: a server is asked, for the next time."""
         ready = self.index.ready
         found = [Presence.HOST if key in ready else Presence.NOWHERE for key in keys]
+        now = self._clock()
         for below in self._below:
             missing = [i for i, where in enumerate(found) if where is Presence.NOWHERE]
-            if missing and not below.reads.open:
-                there = below.tier.contains([self._tier_key(keys[i]) for i in missing])
-                for i, is_there in zip(missing, there, strict=True):
-                    if is_there:
-                        found[i] = Presence.BELOW
+            if not missing or not below.readable or below.reads.open:
+                continue
+            names = [self._tier_key(keys[i]) for i in missing]
+            if below.asks is None:
+                there: Sequence[bool | None] = below.tier.contains(names)
+            else:
+                there = [below.answers.has(name, now) for name in names]
+                unknown = (name for name, known in zip(names, there, strict=True) if known is None)
+                below.unasked |= dict.fromkeys(name for name in unknown if name not in below.asking)
+                self._submit_ask(below)
+            for i, is_there in zip(missing, there, strict=True):
+                if is_there:
+                    found[i] = Presence.BELOW
         return found
 
     @property
@@ -359,13 +341,27 @@ class Store:
                 promotion.waiters.append(request)
                 added = promotion.entry.chunk_bytes
                 request.promoted_bytes += slot_bytes(added)
-            return self._defer(request, added)
+            return self._defer(request, key, added)
         if key in self._stores:
-            return Lookup.MISS if self._overdue(request) else self._defer(request, 0)
+            return Lookup.MISS if self._overdue(request) else self._defer(request, key, 0)
         tier_key = self._tier_key(key)
+        waits = request.wait_until is not None and self._window_now < request.wait_until
         for below in self._below:
-            if below.tier.contains((tier_key,))[0] and not below.reads.open:
+            if not below.readable or below.reads.open:
+                continue
+            is_there = below.has(tier_key, self._window_now, *((WAIT_POLL_S,) if waits else ()))
+            if is_there:
                 return self._promote(below, key, request)
+            if is_there is None:
+                if self._overdue(request):
+                    return Lookup.MISS
+                if tier_key not in below.asking:
+                    below.unasked[tier_key] = None
+                self._defer(request, key, 0)
+                return Lookup.UNKNOWN
+        if waits:
+            self._defer(request, key, 0)
+            return Lookup.UNKNOWN
         return Lookup.MISS
 
     def _overdue(self, request: Request) -> bool:
@@ -374,11 +370,14 @@ class Store:
         self.metrics.add("lmkv_misses", 1, "deadline")
         return True
 
-    def _defer(self, request: Request, chunk_bytes: int) -> Lookup:
+    def _defer(self, request: Request, key: bytes, added_bytes: int) -> Lookup:
+        """Have the request wait for `key`, for longer by the time that `added_bytes` may take."""
         if request.deadline is None:
-            request.deadline = self._window_now + DEFER_S
-        request.deadline += chunk_bytes / DEFER_BYTES_PER_S
+            request.deadline = max(self._window_now + DEFER_S, request.wait_until or 0.0)
+        request.deadline += added_bytes / DEFER_BYTES_PER_S
         self._window_pending = True
+        if self._gate is not None:
+            self._window_tokens[key[-GROUP_BYTES:]] += self._chunk_tokens[key[-GROUP_BYTES:]]
         return Lookup.PENDING
 
     def _promote(self, below: Below, key: bytes, request: Request) -> Lookup:
@@ -398,7 +397,7 @@ class Store:
         self._unread.append(promotion)
         request.promoted_bytes += size
         self._promoting_bytes += size
-        return self._defer(request, chunk_bytes)
+        return self._defer(request, key, chunk_bytes)
 
     def _lease_hits(self, request: Request) -> None:
         for entry in self._window_hits[self._window_leased :]:
@@ -506,7 +505,8 @@ class Store:
             self.index.commit(entry)
             request.used.append(entry)
             for below in self._below:
-                self._write_through(below, entry, request)
+                if below.writable and not below.demote:
+                    self._queue_write(below, entry, request)
             self.index.release(entry)
             stored += 1
             bytes_stored += entry.chunk_bytes
@@ -532,19 +532,30 @@ class Store:
             in_use = {filling.ticket for filling in self._stores.values()}
             self._failed_tickets = {t for t in self._failed_tickets if t > over or t in in_use}
 
-    def _write_through(self, below: Below, entry: Entry, request: Request) -> None:
+    def _demote(self) -> None:
+        """Queue what is evicted next, while there is time to write it."""
+        for below in self._below:
+            if not (below.writable and below.demote) or below.writes.open:
+                continue
+            for entry in self.index.next_victims(_DEMOTE_SHARE):
+                if not entry.demoted:
+                    entry.demoted = self._queue_write(below, entry, self._demoting)
+
+    def _queue_write(self, below: Below, entry: Entry, request: Request) -> bool:
         size = slot_bytes(entry.chunk_bytes)
         if below.writing_bytes + size > self._half_bytes:
             self.metrics.add("lmkv_skipped_stores", 1, "write_queue_full")
-        elif below.writes.open:
+            return False
+        if below.writes.open:
             self.metrics.add("lmkv_skipped_stores", 1, "breaker_open")
-        else:
-            self.index.lease(entry)
-            request.busy += 1
-            below.queue.append((entry, request))
-            below.queued_bytes += size
-            below.writing_chunks += 1
-            below.writing_bytes += size
+            return False
+        self.index.lease(entry)
+        request.busy += 1
+        below.queue.append((entry, request))
+        below.queued_bytes += size
+        below.writing_chunks += 1
+        below.writing_bytes += size
+        return True
 
     def _transfer(self, entries: list[Entry]) -> Transfer:
         self._ticket += 1
@@ -563,6 +574,8 @@ class Store:
                 # request will look its chunks up again.
                 if request.offered or request.deadline is None or now > request.deadline:
                     self._end_wait(request)
+        if any(below.demote for below in self._below):
+            self._demote()
         for below in self._below:
             while below.queue and self._may_write(below) and self._submit_write(below):
                 pass
@@ -575,10 +588,13 @@ class Store:
         for below in self._below:
             if below.reads.pending:
                 for job in below.reads.poll():
-                    self._finish_read(below, job.tag, self._outcome(below, below.reads, job))
+                    self._end_read_job(below, job)
             if below.writes.pending:
                 for job in below.writes.poll():
-                    self._finish_write(below, job.tag, self._outcome(below, below.writes, job))
+                    self._finish_write(below, job.tag, self._outcome(below, below.writes, job, len(job.tag)))
+            if below.asks is not None and below.asks.pending:
+                for job in below.asks.poll():
+                    self._finish_ask(below, below.asks, job)
         if self._parked:
             self._free_parked(min(rank.watermark for rank in self._ranks))
 
@@ -604,14 +620,29 @@ class Store:
         self.metrics.set("lmkv_pending_writes", self.pending_writes)
         self.metrics.set("lmkv_host_chunks", len(self.index.ready))
         self.metrics.set("lmkv_leased_bytes", self.index.leased_bytes)
+        if (now := self._clock()) >= self._next_events:
+            self._next_events = now + _EVENTS_S
+            self._update_events()
         evicted = self.index.evictions - self.metrics.get("lmkv_evictions")
         if evicted:
             self.metrics.add("lmkv_evictions", evicted)
         for below in self._below:
-            trips = below.reads.trips + below.writes.trips
             counted = self.metrics.get("lmkv_breaker_trips", below.name)
-            if trips > counted:
-                self.metrics.add("lmkv_breaker_trips", trips - counted, below.name)
+            if below.trips > counted:
+                self.metrics.add("lmkv_breaker_trips", below.trips - counted, below.name)
+
+    def _update_events(self) -> None:
+        """Take over what the tiers counted of themselves, and the gate's speeds."""
+        for below in self._below:
+            for event, count in below.tier.stats().counters.items():
+                counted = self.metrics.get("lmkv_tier_events", below.name, event)
+                if count > counted:
+                    self.metrics.add("lmkv_tier_events", count - counted, below.name, event)
+        if self._gate is not None:
+            if speed := self._gate.prefill.per_s:
+                self.metrics.set("lmkv_prefill_tokens_per_s", round(speed))
+            for tier, load in self._gate.loads.items():
+                self.metrics.set("lmkv_load_bytes_per_s", round(load.per_s or 0), tier)
 
     @property
     def pending_writes(self) -> int:
@@ -626,19 +657,74 @@ class Store:
     def _buffer(self, entry: Entry) -> memoryview:
         return self._slab.data[entry.offset : entry.offset + entry.chunk_bytes]
 
+    def _submit_ask(self, below: Below) -> None:
+        """Ask a server for all that the window did not know of."""
+        keys, below.unasked = list(below.unasked), {}
+        ask = partial(below.tier.contains, keys)
+        if keys and below.asks is not None and below.asks.submit(ask, keys, ASK_DEADLINE_S):
+            below.asking.update(keys)
+
+    def _finish_ask(self, below: Below, asks: Executor, job: Job) -> None:
+        below.asking.difference_update(job.tag)
+        if job.error is not None:
+            self._log.warning(below.name, "the %s tier does not answer: %s", below.name, job.error)
+            asks.report(False)
+            return
+        now = self._clock()
+        for key, is_there in zip(job.tag, job.result, strict=True):
+            below.answers.note(key, is_there, now)
+
     def _submit_reads(self) -> None:
         unread, self._unread = self._unread, []
         for below in self._below:
-            for batch in _batches([p for p in unread if p.below is below], READ_BATCH_BYTES):
+            wanted = [promotion for promotion in unread if promotion.below is below]
+            if wanted and not self._pays(below, wanted):
+                self._finish_read(below, wanted, [Status.REJECTED] * len(wanted), "gate")
+                continue
+            reading = Reading(self._clock())
+            for batch in _batches(wanted, READ_BATCH_BYTES):
                 keys = [self._tier_key(promotion.entry.key) for promotion in batch]
                 buffers = [self._buffer(promotion.entry) for promotion in batch]
                 size = sum(buffer.nbytes for buffer in buffers)
                 deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
                 run = partial(below.tier.get, keys, buffers)
-                if not below.reads.submit(run, batch, deadline_s):
-                    self._finish_read(below, batch, [Status.REJECTED] * len(batch))
+                if below.reads.submit(run, (batch, reading), deadline_s):
+                    reading.jobs += 1
+                else:
+                    self._finish_read(below, batch, [Status.REJECTED] * len(batch), "rejected")
 
-    def _finish_read(self, below: Below, batch: list[Promotion], statuses: list[Status]) -> None:
+    def _pays(self, below: Below, wanted: list[Promotion]) -> bool:
+        """Whether the gate lets these chunks be read. What another engine computes for a request that
+        waits for it is not computed here."""
+        if self._gate is None or any(request.wait_until for p in wanted for request in p.waiters):
+            return True
+        tokens: Counter[bytes] = Counter()  # by group: chunks of several groups hold the same tokens
+        for promotion in wanted:
+            group = promotion.entry.key[-GROUP_BYTES:]
+            tokens[group] += self._chunk_tokens[group]
+        size = sum(promotion.entry.chunk_bytes for promotion in wanted)
+        return self._gate.worth(below.name, size, max(tokens.values()))
+
+    def _end_read_job(self, below: Below, job: Job) -> None:
+        batch, reading = job.tag
+        statuses = self._outcome(below, below.reads, job, len(batch))
+        self._finish_read(below, batch, statuses)
+        if below.asks is not None:
+            now = self._clock()
+            for promotion, status in zip(batch, statuses, strict=True):
+                if status in (Status.MISS, Status.CORRUPT):
+                    below.answers.note(self._tier_key(promotion.entry.key), False, now)
+        reading.jobs -= 1
+        reading.loaded_bytes += sum(
+            p.entry.chunk_bytes for p, status in zip(batch, statuses, strict=True) if status is Status.OK
+        )
+        if self._gate is not None and reading.jobs == 0 and reading.loaded_bytes:
+            self._gate.loaded(below.name, reading.loaded_bytes, self._clock() - reading.begun)
+
+    def _finish_read(
+        self, below: Below, batch: list[Promotion], statuses: list[Status], reason: str | None = None
+    ) -> None:
+        """End promotions. `reason`: why they failed, in the metrics, if it is not the status."""
         loaded = bytes_loaded = 0
         for promotion, status in zip(batch, statuses, strict=True):
             entry = promotion.entry
@@ -651,7 +737,7 @@ class Store:
                 for request in promotion.waiters:
                     request.promoted_bytes -= size
                     request.failed.add(entry.key)
-                self.metrics.add("lmkv_misses", 1, status.name.lower() if status else "reset")
+                self.metrics.add("lmkv_misses", 1, reason or (status.name.lower() if status else "reset"))
                 continue
             self.index.commit(entry)
             for request in promotion.waiters:
@@ -682,7 +768,7 @@ class Store:
         while below.queue and size < WRITE_BATCH_BYTES:
             entry, request = below.queue.popleft()
             key = self._tier_key(entry.key)
-            if below.tier.contains((key,))[0]:  # another engine, or this one before a restart
+            if below.has(key, self._clock()):  # another engine, or this one before a restart
                 below.queued_bytes -= slot_bytes(entry.chunk_bytes)
                 self._end_write(below, entry, request)
                 continue
@@ -711,28 +797,31 @@ class Store:
     def _end_write(self, below: Below, entry: Entry, request: Request) -> None:
         below.writing_chunks -= 1
         below.writing_bytes -= slot_bytes(entry.chunk_bytes)
-        self.index.release(entry)
+        self.index.release(entry, coldest=request is self._demoting)
         self._less_busy(request, 1)
 
     def _finish_write(self, below: Below, batch: list[tuple[Entry, Request]], statuses: list[Status]) -> None:
         stored = bytes_stored = 0
+        now = self._clock()
         for (entry, request), status in zip(batch, statuses, strict=True):
             self._end_write(below, entry, request)
             if status == Status.OK:
                 stored += 1
                 bytes_stored += entry.chunk_bytes
+                if below.asks is not None:
+                    below.answers.note(self._tier_key(entry.key), True, now)
             else:
                 self.metrics.add("lmkv_skipped_stores", 1, status.name.lower())
         if stored:
             self.metrics.add("lmkv_stored_chunks", stored, below.name)
             self.metrics.add("lmkv_stored_bytes", bytes_stored, below.name)
 
-    def _outcome(self, below: Below, executor: Executor, job: Job) -> list[Status]:
-        """The job's statuses; tells the breaker, and makes a raised error UNAVAILABLE."""
+    def _outcome(self, below: Below, executor: Executor, job: Job, count: int) -> list[Status]:
+        """The job's statuses, `count` of them; tells the breaker, and makes a raised error UNAVAILABLE."""
         statuses: list[Status] = job.result
         if job.error is not None:
             self._log.warning(below.name, "the %s tier failed: %r", below.name, job.error)
-            statuses = [Status.UNAVAILABLE] * len(job.tag)
+            statuses = [Status.UNAVAILABLE] * count
         healthy = Status.UNAVAILABLE not in statuses
         if not healthy:
             self._log.warning(below.name, "the %s tier fails; it is left alone for a while", below.name)
@@ -802,10 +891,7 @@ class Store:
             self.end_step()
         quiet = True
         for below in self._below:
-            stopped = [executor.close(1.0) for executor in (below.reads, below.writes)]
-            if all(stopped):
-                below.tier.close()
-            quiet = quiet and all(stopped)
+            quiet = below.close() and quiet
         return quiet
 
 

@@ -160,6 +160,8 @@ class TierConformance:
     #: What a tier may spend on a chunk beyond its payload (header, rounding). Half the capacity
     #: must hold chunks of that total without losing one.
     overhead_bytes_per_chunk = 2 * PAGE_BYTES
+    #: Whether `stats().chunks` is exact. A server that evicts, or that others store on, does not tell.
+    counts_chunks = True
     #: Each example opens a tier of its own, which bounds their number.
     state_machine_settings = hypothesis.settings(
         max_examples=25,
@@ -432,7 +434,7 @@ class TierConformance:
                 assert status in (Status.OK, Status.MISS)
                 hits += status == Status.OK
                 assert content is None or content == chunk_bytes(key, length)
-        assert hits == tier.stats().chunks
+        assert hits == tier.stats().chunks or not self.counts_chunks
         assert hits * length <= tier.info.capacity_bytes
 
     def test_mixed_lengths_beyond_the_capacity(self, tier: Tier, tmp_path: Path) -> None:
@@ -539,7 +541,7 @@ class TierConformance:
         for _ in range(3):
             tier = self.reopen(tier, tmp_path)
             check_bounds(tier, tmp_path)
-            assert tier.stats().chunks == 17
+            assert tier.stats().chunks == 17 or not self.counts_chunks
             assert tier.contains([key for key, _ in chunks]) == [key not in removed for key, _ in chunks]
             assert get(tier, [(key, len(content)) for key, content in chunks]) == expected
         tier.close()
@@ -587,7 +589,9 @@ class TierConformance:
     # The state machine.
 
     def test_state_machine(self) -> None:
-        machine = state_machine_for(self.make_tier, self.reopen, self.overhead_bytes_per_chunk)
+        machine = state_machine_for(
+            self.make_tier, self.reopen, self.overhead_bytes_per_chunk, counts_chunks=self.counts_chunks
+        )
         stateful.run_state_machine_as_test(machine, settings=self.state_machine_settings)
 
 
@@ -619,6 +623,8 @@ def state_machine_for(
     make_tier: Callable[[Path], Tier],
     reopen: Callable[[Tier, Path], Tier],
     overhead_bytes_per_chunk: int = 2 * PAGE_BYTES,
+    *,
+    counts_chunks: bool = True,
 ) -> type[stateful.RuleBasedStateMachine]:
     """A Hypothesis state machine that compares a tier with a dict.
 
@@ -697,6 +703,8 @@ def state_machine_for(
         def within_bounds(self) -> None:
             check_bounds(self.tier, self.path)
             chunks = self.tier.stats().chunks
+            if not counts_chunks:
+                return
             assert chunks == len(self.model) if self.nothing_evicted else chunks <= len(self.model)
 
         def teardown(self) -> None:

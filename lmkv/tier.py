@@ -4,7 +4,7 @@ import enum
 import importlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ class TierInfo:
     alignment_bytes: int
     #: Larger chunks are REJECTED.
     max_chunk_bytes: int = sys.maxsize
+    #: `contains` asks a server: it takes a round trip, up to its deadline when the server is in
+    #: trouble, and raises `Unavailable` then. To be called from a thread that may wait.
+    remote: bool = False
+
+
+class Unavailable(Exception):
+    """A remote tier could not say what it has."""
 
 
 @dataclass
@@ -67,6 +74,11 @@ class Tier(ABC):
     closed tier).
     """
 
+    #: Called on a thread of the tier with chunks that it is about to evict (keys and payloads, which are
+    #: good until it returns), so that they can go to another tier. Only tiers that evict by themselves
+    #: and can read what they evict call it.
+    on_evict: Callable[[Sequence[bytes], Sequence[Buffer]], None] | None = None
+
     @property
     @abstractmethod
     def info(self) -> TierInfo:
@@ -78,7 +90,9 @@ class Tier(ABC):
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key would probably be found by `get`. No I/O on the caller's time."""
+        """Whether each key would probably be found by `get`. No I/O on the caller's time, except in a
+        tier that is `remote`.
+        """
 
     @abstractmethod
     def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
@@ -173,6 +187,7 @@ def check_batch(
 _TIERS = {
     "host": "lmkv.backends.host:HostTier",
     "file": "lmkv.backends.file:FileTier",
+    "redis": "lmkv.backends.redis:RedisTier",
 }
 
 

@@ -25,7 +25,7 @@ class EngineError(Exception):
     """The child raised, or died; the text says what."""
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when the tests are killed themselves. Engines do so with theirs."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -46,7 +46,7 @@ class Group:
                 env=inherited | {"PYTHONPATH": str(ROOT)} | environ,
                 text=True,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
                 **({"stdout": file} | streams),
             )
 

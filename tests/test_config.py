@@ -22,14 +22,17 @@ from lmkv.config import (
     Size,
     load,
     load_table,
+    parse_duration,
     parse_size,
     read_memory,
+    redact_url,
     reference,
     resolve_file_capacity,
     resolve_host_capacity,
 )
 
 GIB = 2**30
+URL = "redis://h"
 EXTRA = 'the table "lmkv" of the engine\'s extra config'
 
 
@@ -152,7 +155,7 @@ def test_parsing_a_size_gives_a_size_or_a_value_error(value: object) -> None:
 BAD: list[tuple[dict[str, Any] | None, dict[str, str], list[str]]] = [
     # Unknown names, with the closest known one.
     ({"hots": {}}, {}, ["[hots]", EXTRA, "did you mean host?"]),
-    ({"redis": {"url": "x"}}, {}, ["[redis]", "use one of host, file, identity, vllm"]),
+    ({"nvme_drive": {"url": "x"}}, {}, ["[nvme_drive]", "use one of host, file, redis, identity, vllm"]),
     ({"host": {"capcity": 1}}, {}, ["[host] capcity", EXTRA, "did you mean capacity?"]),
     ({"host": {"path": "/x"}}, {}, ["[host] path", "did you mean [file] path?"]),
     ({"vllm": {"x": 1}}, {}, ["[vllm] x", "use one of blocks_per_chunk, prompt_only"]),
@@ -189,6 +192,26 @@ BAD: list[tuple[dict[str, Any] | None, dict[str, str], list[str]]] = [
     ({"file": {"path": "kv"}}, {}, ["[file] path", "'kv' is not an absolute path", os.path.abspath("kv")]),
     ({"file": {"path": ""}}, {}, ["[file] path", "not an absolute path"]),
     ({"file": {"path": "/x\0y"}}, {}, ["[file] path", "not an absolute path"]),
+    # Redis: nothing is said that holds a password, and none is taken from where others read.
+    (
+        {"redis": {"url": "http://h"}},
+        {},
+        ["[redis] url", "'http://h' is not a Redis URL", "redis://host:6379"],
+    ),
+    ({"redis": {"url": "redis://"}}, {}, ["[redis] url", "is not a Redis URL"]),
+    ({"redis": {"url": 3}}, {}, ["[redis] url", "expected a string, not int", "a URL"]),
+    ({"redis": {"url": "redis://u:pw@h"}}, {}, ["[redis] url", "it has a password", "LMKV_REDIS_PASSWORD"]),
+    (
+        {"redis": {"url": URL, "password": "pw"}},
+        {},
+        ["[redis] password", "others could read", "password_file"],
+    ),
+    ({"redis": {"ttl": "7d"}}, {}, ["[redis] ttl", "[redis] url is not", "set [redis] url"]),
+    ({"redis": {"url": URL, "ttl": "7"}}, {}, ["[redis] ttl", "'7' is not a time", '"7d"', EXTRA]),
+    ({"redis": {"url": URL, "ttl": 0}}, {}, ["[redis] ttl", "not between 1 ms and 100 years"]),
+    ({"redis": {"url": URL, "part_size": "1GiB"}}, {}, ["[redis] part_size", "more than 64 MiB"]),
+    ({"redis": {"url": URL, "ca_file": "/nope"}}, {}, ["[redis] ca_file", "'/nope' is not a file"]),
+    ({"redis": {"url": URL, "role": "r"}}, {}, ["[redis] role", '"read_write", "read_only" or "write_only"']),
     # The file itself.
     (None, {"LMKV_CONFIG": "/does/not/exist.toml"}, ["LMKV_CONFIG", "/does/not/exist.toml", "unset"]),
     (None, {"LMKV_CONFIG": "/"}, ["LMKV_CONFIG", "cannot be read: Is a directory"]),
@@ -207,6 +230,42 @@ def test_bad_input_names_the_setting_the_source_and_the_fix(
     for word in words:
         assert word in message
     assert caught.value.setting == words[0]
+
+
+def test_a_redis_password_is_taken_from_the_environment_and_shown_by_nothing() -> None:
+    environ = {"LMKV_REDIS_URL": "redis://user:geheim@host:1/2?x=geheim", "LMKV_REDIS_PASSWORD": "geheim"}
+    config = load({"redis": {"ttl": "1.5h"}}, environ)
+    assert (config.redis.url, config.redis.password) == tuple(environ.values())
+    assert config.redis.ttl == 5400
+    assert "geheim" not in repr(config)
+    assert "redis://host:1/2" in repr(config)
+    # What was read once can be given to `open_tier`.
+    assert load_table("redis", msgspec.structs.asdict(config.redis)) == config.redis
+    bad = {"LMKV_REDIS_URL": "http://user:geheim@host"}
+    with pytest.raises(ConfigError) as caught:
+        load(None, bad)
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/0", "redis://h:1/0"),
+        ("redis://:p@h", "redis://h"),
+        ("redis://u:p@ss@h/1?password=p", "redis://h/1"),
+        ("redis+sentinel://u:p@h:1,h2:2/s", "redis+sentinel://h:1,h2:2/s"),
+    ],
+)
+def test_a_redacted_url_names_the_host_alone(url: str, shown: str) -> None:
+    assert redact_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("7d", 604800), ("1.5h", 5400), ("10 ms", 0.01), (5, 5), ("2w", 1209600), ("3M", 180)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
 
 
 def test_an_extra_config_that_is_no_mapping() -> None:

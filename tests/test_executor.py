@@ -98,7 +98,7 @@ def test_a_failing_tier_is_left_alone_and_tried_again(make: Make) -> None:
     driver = make()
     executor = driver.executor
     executor.report(healthy=False)
-    assert executor.open and executor.trips == 1
+    assert executor.open and executor.breaker.trips == 1
     assert not executor.submit(int, "refused", LONG_S)
     driver.clock.now += FIRST_BACKOFF_S
     assert not executor.open
@@ -112,7 +112,7 @@ def test_a_failing_tier_is_left_alone_and_tried_again(make: Make) -> None:
     executor.report(healthy=True)
     executor.report(healthy=False)  # a new row begins with the first pause
     driver.clock.now += FIRST_BACKOFF_S
-    assert not executor.open and executor.trips == 3
+    assert not executor.open and executor.breaker.trips == 3
 
 
 def test_overdue_jobs_trip_the_breaker_once(make: Make) -> None:
@@ -127,12 +127,12 @@ def test_overdue_jobs_trip_the_breaker_once(make: Make) -> None:
     assert executor.poll() == [] and not executor.open
     driver.clock.now += 1.1
     assert executor.poll() == []
-    assert executor.open and executor.trips == 1
+    assert executor.open and executor.breaker.trips == 1
     driver.clock.now += FIRST_BACKOFF_S  # both jobs are one outage: one pause
     assert executor.poll() == [] and not executor.open
     gate.set()
     assert [tag for tag, _, _ in driver.outcomes()] == ["hangs", "behind it"]
-    assert executor.trips == 1
+    assert executor.breaker.trips == 1
 
 
 def test_close_ends_queued_jobs_with_an_error(make: Make) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lmkv.backends import vectors as vectors_module
 from lmkv.backends.file import FileTier
 from lmkv.backends.journal import ENTRY_BYTES, open_journal, read_journal
 from lmkv.config import ConfigError
+from lmkv.testing import chunk_bytes, chunk_key
 from lmkv.tier import Status
 
 MiB = 2**20
@@ -1109,3 +1110,34 @@ def test_modes_and_the_lock(open_tier: Open, path: Path) -> None:
     tier.close()
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
+
+
+def test_what_is_evicted_is_handed_on_whole(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path / "kv", 64 * 2**20)
+    handed: dict[bytes, bytes] = {}
+    calls = 0
+
+    def take(keys: Sequence[bytes], buffers: Sequence[Any]) -> None:
+        nonlocal calls
+        calls += 1
+        handed.update({key: bytes(buffer) for key, buffer in zip(keys, buffers, strict=True)})
+        if calls % 3 == 0:
+            raise OSError("the other tier is gone")
+
+    tier.on_evict = take
+    length = 300_000
+    keys = [chunk_key(i) for i in range(600)]
+    hot = keys[3]
+    for start in range(0, len(keys), 20):
+        part = keys[start : start + 20]
+        contents = [memoryview(chunk_bytes(key, length)) for key in part]
+        assert tier.put(part, contents) == [Status.OK] * 20
+        assert tier.get([hot], [memoryview(bytearray(length))]) == [Status.OK]  # it is written again
+    assert calls > 3
+    there = tier.contains(keys)
+    assert hot not in handed
+    # Everything is in one of both places, and nothing is in both.
+    assert [key in handed for key in keys] == [not is_there for is_there in there]
+    assert all(content == chunk_bytes(key, length) for key, content in handed.items())
+    assert tier.stats().counters["evicted"] == len(handed)
+    tier.close()

@@ -203,9 +203,9 @@ class CountingLRU(LRU):
 
     calls: ClassVar[Counter[str]] = Counter()
 
-    def insert(self, entry: Evictable) -> None:
+    def insert(self, entry: Evictable, *, coldest: bool = False) -> None:
         self.calls["insert"] += 1
-        super().insert(entry)
+        super().insert(entry, coldest=coldest)
 
     def remove(self, entry: Evictable) -> None:
         self.calls["remove"] += 1

@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lmkv.backends import open_tier
-from lmkv.executor import SteppedExecutor, ThreadedExecutor
+from lmkv.below import Below
+from lmkv.executor import Breaker, SteppedExecutor, ThreadedExecutor
+from lmkv.gate import Gate
 from lmkv.keys import GROUP_BYTES, HASH_BYTES, KEY_BYTES, Namespace, key_namespace
+from lmkv.request import Request
 from lmkv.slab import FAILED_RING, Slab, private
 from lmkv.slots import slot_bytes
-from lmkv.store import DEFER_BYTES_PER_S, DEFER_S, Below, Lookup, Request, Store, Transfer
+from lmkv.store import DEFER_BYTES_PER_S, DEFER_S, Lookup, Store, Transfer
 from lmkv.tier import Status, Tier, TierInfo, TierStats
 
-HIT, MISS, PENDING = Lookup.HIT, Lookup.MISS, Lookup.PENDING
+HIT, MISS, PENDING, UNKNOWN = Lookup.HIT, Lookup.MISS, Lookup.PENDING, Lookup.UNKNOWN
+CHUNK_TOKENS = 16
 PAGE = 4096
 
 
@@ -41,13 +45,14 @@ def content(key: bytes, size: int) -> bytes:
 class FaultyTier(Tier):
     """A dict that injects faults: a status per key, a damaged chunk, or an exception per call."""
 
-    def __init__(self, name: str = "fake") -> None:
-        self._info = TierInfo(name, 1 << 40, persistent=False, shared=False, alignment_bytes=1)
+    def __init__(self, name: str = "fake", *, remote: bool = False) -> None:
+        self._info = TierInfo(name, 1 << 40, False, shared=remote, alignment_bytes=1, remote=remote)
         self.chunks: dict[bytes, bytes] = {}
         self.faults: dict[bytes, Status] = {}
         self.error: Exception | None = None
         self.gets: list[list[bytes]] = []
         self.puts: list[list[bytes]] = []
+        self.asks: list[list[bytes]] = []
         self.closed = False
 
     @property
@@ -56,6 +61,9 @@ class FaultyTier(Tier):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         assert all(len(key) == KEY_BYTES for key in keys)
+        self.asks.append(list(keys))
+        if self.error is not None and self.info.remote:
+            raise self.error
         return [key in self.chunks for key in keys]
 
     def _fault(self, key: bytes) -> Status:
@@ -107,6 +115,7 @@ class World:
         ranks: int = 1,
         namespace: dict[str, str] | None = None,
         max_reads: int = 64,
+        gate: Gate | None = None,
     ) -> None:
         """`chunk_bytes`: of each KV group; `slots` of the largest fill the slab."""
         self.now = 1000.0
@@ -114,18 +123,24 @@ class World:
         self.slab: Slab = private(slots * slot_bytes(max(self.chunk_bytes.values())))
         self.ranks = [self.slab.rank(rank) for rank in range(ranks)]
         self.tiers = list(tiers) if tiers is not None else [FaultyTier()]
-        self.below = [
-            Below(tier, SteppedExecutor(max_reads, self.clock), SteppedExecutor(64, self.clock))
-            for tier in self.tiers
-        ]
+        self.below = [self._below(tier, max_reads) for tier in self.tiers]
         self.store = Store(
             slab=self.slab,
             ranks=self.ranks,
             chunk_bytes=self.chunk_bytes,
             namespace=Namespace.of(namespace or {"model": "test"}),
             below=self.below,
+            gate=gate,
+            chunk_tokens=dict.fromkeys(self.chunk_bytes, CHUNK_TOKENS),
             clock=self.clock,
         )
+
+    def _below(self, tier: Tier, max_reads: int) -> Below:
+        if not tier.info.remote:
+            return Below(tier, SteppedExecutor(max_reads, self.clock), SteppedExecutor(64, self.clock))
+        breaker = Breaker()
+        reads, writes, asks = (SteppedExecutor(number, self.clock, breaker) for number in (max_reads, 64, 64))
+        return Below(tier, reads, writes, asks)
 
     def clock(self) -> float:
         return self.now
@@ -201,7 +216,7 @@ class World:
         wanted = keys(*numbers)
         for _ in range(steps):
             answers = self.ask(request, wanted)
-            if PENDING not in answers:
+            if not {PENDING, UNKNOWN} & set(answers):
                 break
             self.step()
         else:
@@ -219,8 +234,8 @@ class World:
         """End a scheduler step, run jobs, and take their outcomes in."""
         self.store.end_step()
         for below in self.below:
-            below.reads.step(jobs)
-            below.writes.step(jobs)
+            for executor in below.executors:
+                executor.step(jobs)  # type: ignore[attr-defined]  # all are SteppedExecutors
         self.store.poll()
 
     def forget_host(self) -> None:

@@ -25,10 +25,22 @@ def storage_settings(extra: Mapping[str, Any] | None) -> Config:
             'add "interface_v1": 1.',
         )
     config = load(extra.get("lmkv"))
-    if config.file.path is None:
-        problem = "not set: below SGLang's host pool lmkv has nothing to store in."
-        raise ConfigError("[file] path", problem, "name a directory on a local disk.")
+    check_storage_settings(config)
     return config
+
+
+def check_storage_settings(config: Config) -> None:
+    """Refuse settings that mean nothing below SGLang's host pool. Raises ConfigError."""
+    if config.file.path is None and config.redis.url is None:
+        problem = "not set: below SGLang's host pool lmkv has nothing to store in."
+        raise ConfigError("[file] path", problem, "name a directory on a local disk, or set [redis] url.")
+    for table, settings in (("file", config.file), ("redis", config.redis)):
+        if settings.policy != "write_through":
+            raise ConfigError(
+                f"[{table}] policy",
+                "SGLang itself decides when pages leave its host pool.",
+                "leave it away, and see SGLang's --hicache-write-policy.",
+            )
 
 
 def linker_settings(extra: Mapping[str, Any] | None) -> Config:

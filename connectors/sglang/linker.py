@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from lmkv import __version__
 from lmkv.boundary import guarded
+from lmkv.chain import chain, open_redis
 from lmkv.config import Config, ConfigError, resolve_host_capacity
 from lmkv.connectors.sglang import compat, live
 from lmkv.connectors.sglang.checks import check_engine, check_linker, check_page_size, linker_settings
@@ -36,9 +37,10 @@ from lmkv.connectors.sglang.scopes import Scope, open_scope, scope_of
 from lmkv.kernels import BlockCopies, open_copier
 from lmkv.keys import GROUP_BYTES, Namespace
 from lmkv.metrics import RateLimitedLog, SharedMetrics
+from lmkv.request import Request
 from lmkv.slab import Slab, create_or_join
 from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
-from lmkv.store import Below, Lookup, Presence, Request, Store, Transfer
+from lmkv.store import Lookup, Presence, Store, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +145,10 @@ class LMKVLinker(UnifiedCacheLinker):
             data_parallel=compat.attention_dp_size(),
         )
         sizes = self._layered.chunk_bytes
-        below = []
-        if config.file.path is not None:
-            below.append(Below.threaded(open_scope(config, scope, max(sizes), parts=1)))
+        file = open_scope(config, scope, max(sizes), parts=1) if config.file.path is not None else None
+        below = chain(config, file, open_redis(config))
+        for tier in below:
+            tier.writable = tier.writable and scope.writes
         capacity = resolve_host_capacity(config.host) // (ranks.tp_size * ranks.attn_cp_size)
         capacity -= capacity % SLOT_ALIGNMENT
         classes = {slot_bytes(size) for size in sizes}
@@ -181,7 +184,7 @@ class LMKVLinker(UnifiedCacheLinker):
             capacity,
             store.room(sum(sizes)) * self._group.page_size,
             namespace.digest.hex()[:16],
-            scope.directory(config) if below else "this process alone",
+            scope.directory(config) if file is not None else "no files",
         )
         return slab, store
 

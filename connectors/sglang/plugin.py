@@ -71,9 +71,9 @@ def _configured() -> bool:
 
 
 def _turn_on_storage(server: Any, config: Config) -> None:
-    if config.file.path is None:
-        problem = "not set: below SGLang's host pool lmkv has nothing to store in."
-        raise ConfigError("[file] path", problem, "name a directory on a local disk.")
+    from lmkv.connectors.sglang.checks import check_storage_settings
+
+    check_storage_settings(config)
     server.enable_hierarchical_cache = True
     server.hicache_storage_backend = "dynamic"
     server.hicache_storage_backend_extra_config = json.dumps(

@@ -66,7 +66,7 @@ def open_scope(config: Config, scope: Scope, chunk_bytes: int, *, parts: int) ->
     share = total // (scope.directories * parts)
     settings = {"path": str(scope.directory(config)), "capacity": share}
     try:
-        tier = open_tier("file", settings, read_only=not scope.writes)
+        tier = open_tier("file", settings, read_only=not scope.writes or config.file.role == "read_only")
     except ConfigError as error:
         if error.setting != "[file] capacity" or share == total:
             raise

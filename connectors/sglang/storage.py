@@ -1,7 +1,7 @@
 """lmkv as the storage below SGLang's host pool (`--hicache-storage-backend dynamic`).
 
 SGLang decides what is read and written and when; lmkv moves the pages of a batch between the host pool and
-the file tier and verifies each. A page is a chunk; its key is the namespace of its pool and SGLang's page
+the tiers below and verifies each. A page is a chunk; its key is the namespace of its pool and SGLang's page
 hash, which chains over the whole prefix.
 
 SGLang calls from several threads: one that queries, one that reads, one that writes, and its scheduler.
@@ -11,12 +11,10 @@ afterwards.
 
 import logging
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -25,7 +23,9 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from lmkv import __version__
+from lmkv.below import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.boundary import guarded
+from lmkv.chain import open_redis
 from lmkv.connectors.sglang import compat, live
 from lmkv.connectors.sglang.checks import (
     check_engine,
@@ -36,20 +36,13 @@ from lmkv.connectors.sglang.checks import (
 )
 from lmkv.connectors.sglang.identity import engine_fields, pool_namespace, renewed
 from lmkv.connectors.sglang.pages import HostPages, host_pages
+from lmkv.connectors.sglang.places import Place
 from lmkv.connectors.sglang.policies import leading, windows
 from lmkv.connectors.sglang.scopes import Scope, open_scope, scope_of
-from lmkv.executor import SWITCH_INTERVAL_S, Breaker
+from lmkv.executor import SWITCH_INTERVAL_S
 from lmkv.keys import GROUP_BYTES, Namespace
 from lmkv.metrics import RateLimitedLog, SharedMetrics
-from lmkv.store import (
-    DEFER_BYTES_PER_S,
-    READ_BATCH_BYTES,
-    READ_THREADS,
-    TIER_DEADLINE_S,
-    WRITE_BATCH_BYTES,
-    WRITE_THREADS,
-)
-from lmkv.tier import Status, Tier
+from lmkv.tier import Buffer, Status
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +60,8 @@ class _Ready(NamedTuple):
     """A registered pool that pages can be moved from and to."""
 
     pages: HostPages
-    tier: Tier
+    #: In the order in which they are asked.
+    places: tuple[Place, ...]
     namespace: Namespace
 
 
@@ -96,10 +90,9 @@ class LMKVStorage(HiCacheStorage):
         self._fields = engine_fields(self._config)
         self._pools: dict[str, Any] = {}
         self._ready: dict[str, _Ready] = {}
-        self._tiers: dict[Scope, Tier] = {}
-        self._breaker = Breaker()
-        self._breaker_lock = threading.Lock()
-        self._deadlines: dict[object, float] = {}  # of the I/O under way
+        self._files: dict[Scope, Place] = {}
+        self._redis = open_redis(self._config)
+        self._servers: dict[bool, Place] = {}  # the Redis tier, by whether this rank stores there
         self._reads = ThreadPoolExecutor(READ_THREADS, "lmkv-read")
         self._writes = ThreadPoolExecutor(WRITE_THREADS, "lmkv-write")
         #: (pages, bytes, seconds) of each batch that was read or written since SGLang last asked.
@@ -139,10 +132,9 @@ class LMKVStorage(HiCacheStorage):
                 continue
             check_pool(name, pool)
             pages, scope = host_pages(pool), scopes[name]
-            if scope not in self._tiers:
-                self._tiers[scope] = open_scope(self._config, scope, pages.page_bytes, parts=parts)
+            places = self._places(scope, pages.page_bytes, parts)
             namespace = pool_namespace(self._fields, scope.ranks, name, pool, pages.form)
-            self._ready[name] = _Ready(pages, self._tiers[scope], namespace)
+            self._ready[name] = _Ready(pages, places, namespace)
             logger.info(
                 "lmkv %s: pool %s: pages of %d tokens = %d bytes, moved %s; namespace %s in %s",
                 __version__,
@@ -151,8 +143,24 @@ class LMKVStorage(HiCacheStorage):
                 pages.page_bytes,
                 "in place" if pages.in_place else "through a bounce copy (not in multiples of 4 KiB)",
                 namespace.digest.hex()[:16],
-                scope.directory(self._config),
+                " and ".join(place.name for place in places),
             )
+
+    def _places(self, scope: Scope, page_bytes: int, parts: int) -> tuple[Place, ...]:
+        places = []
+        if self._config.file.path is not None:
+            if scope not in self._files:
+                tier = open_scope(self._config, scope, page_bytes, parts=parts)
+                role = self._config.file.role
+                self._files[scope] = Place(tier, self.log, role=role, writes=scope.writes)
+                logger.info("lmkv: files in %s", scope.directory(self._config))
+            places.append(self._files[scope])
+        if self._redis is not None:
+            if scope.writes not in self._servers:
+                role = self._config.redis.role
+                self._servers[scope.writes] = Place(self._redis, self.log, role=role, writes=scope.writes)
+            places.append(self._servers[scope.writes])
+        return tuple(places)
 
     def _scope(self, name: str, pool: Any) -> Scope:
         alike = self._ranks.is_mla_model and self._ranks.tp_size > 1
@@ -195,10 +203,18 @@ class LMKVStorage(HiCacheStorage):
         return compat.pages_found(max(restorable, default=0), hits, sorted(restorable))
 
     def _present(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Which pages any tier has; the next one is asked for what the ones before lack."""
         ready = self._ready.get(name)
-        if ready is None or not self._healthy():
+        if ready is None:
             return [False] * len(keys)
-        return ready.tier.contains(self._keys(ready, keys))
+        names = self._keys(ready, keys)
+        present = ready.places[0].contains(names)
+        for place in ready.places[1:]:
+            missing = [i for i, is_there in enumerate(present) if not is_there]
+            if missing:
+                for i, is_there in zip(missing, place.contains([names[i] for i in missing]), strict=True):
+                    present[i] = is_there
+        return present
 
     def _keys(self, ready: _Ready, keys: Sequence[str]) -> list[bytes]:
         digest, decode = ready.namespace.digest, bytes.fromhex
@@ -250,7 +266,7 @@ class LMKVStorage(HiCacheStorage):
     ) -> list[bool]:
         """Cut a batch into parts, move them at once, wait for all."""
         ready = self._ready.get(name)
-        if ready is None or not keys or not self._healthy():
+        if ready is None or not keys:
             return [False] * len(keys)
         tokens = ready.pages.page_size
         if len(indices) != len(keys) * tokens:
@@ -275,68 +291,54 @@ class LMKVStorage(HiCacheStorage):
 
     @guarded(_all_unavailable)
     def _read(self, ready: _Ready, keys: Sequence[str], indices: torch.Tensor) -> list[Status]:
-        targets = ready.pages.targets(indices)
-        with self._watched(len(keys) * ready.pages.page_bytes):
-            statuses = ready.tier.get(self._keys(ready, keys), targets)
+        """Each page from the first tier that has it."""
+        names, targets = self._keys(ready, keys), ready.pages.targets(indices)
+        statuses = [Status.MISS] * len(keys)
+        for place in ready.places:
+            missing = [i for i, status in enumerate(statuses) if status is not Status.OK]
+            if not missing or not place.readable or not place.healthy():
+                continue
+            size = len(missing) * ready.pages.page_bytes
+            found = place.get([names[i] for i in missing], [targets[i] for i in missing], size)
+            for i, status in zip(missing, found, strict=True):
+                # A fault says more than that another tier does not have it.
+                statuses[i] = statuses[i] if status is Status.MISS else status
+            loaded = found.count(Status.OK)
+            self.metrics.add("lmkv_loaded_chunks", loaded, place.name)
+            self.metrics.add("lmkv_loaded_bytes", loaded * ready.pages.page_bytes, place.name)
         for page, status in enumerate(statuses):
             if status is Status.OK:
                 ready.pages.landed(indices, targets, page)
             else:
                 self.metrics.add("lmkv_misses", 1, status.name.lower())
-        self._report(statuses)
-        loaded = statuses.count(Status.OK)
-        self.metrics.add("lmkv_loaded_chunks", loaded, "file")
-        self.metrics.add("lmkv_loaded_bytes", loaded * ready.pages.page_bytes, "file")
         return statuses
 
     @guarded(_all_unavailable)
     def _write(self, ready: _Ready, keys: Sequence[str], indices: torch.Tensor) -> list[Status]:
+        """Each page into every tier; it is stored if one of them has it."""
         names = self._keys(ready, keys)
-        there = ready.tier.contains(names)
-        if all(there):  # SGLang writes again what it has read
-            return [Status.OK] * len(keys)
-        sources = ready.pages.sources(indices)
-        with self._watched(len(keys) * ready.pages.page_bytes):
-            statuses = ready.tier.put(names, sources)
-        self._report(statuses)
-        for status in statuses:
-            if status is not Status.OK:
-                self.metrics.add("lmkv_skipped_stores", 1, status.name.lower())
-        stored = statuses.count(Status.OK) - there.count(True)
-        self.metrics.add("lmkv_stored_chunks", stored, "file")
-        self.metrics.add("lmkv_stored_bytes", stored * ready.pages.page_bytes, "file")
+        sources: Sequence[Buffer] | None = None
+        statuses = [Status.REJECTED] * len(keys)
+        for place in ready.places:
+            # SGLang writes again what it has read. A server is asked by `put` itself.
+            ask = not (place.writable and place.tier.info.remote)
+            there = place.contains(names) if ask else [False] * len(keys)
+            statuses = [
+                Status.OK if is_there else status for is_there, status in zip(there, statuses, strict=True)
+            ]
+            if all(there) or not place.writable or not place.healthy():
+                continue
+            sources = sources or ready.pages.sources(indices)
+            stored = place.put(names, sources, len(keys) * ready.pages.page_bytes)
+            new = stored.count(Status.OK) - there.count(True)
+            for i, status in enumerate(stored):
+                if status is not Status.OK:
+                    self.metrics.add("lmkv_skipped_stores", 1, status.name.lower())
+                if statuses[i] is not Status.OK:
+                    statuses[i] = status
+            self.metrics.add("lmkv_stored_chunks", new, place.name)
+            self.metrics.add("lmkv_stored_bytes", new * ready.pages.page_bytes, place.name)
         return statuses
-
-    # --- a disk that fails or hangs -------------------------------------------------------------
-
-    def _healthy(self) -> bool:
-        """Whether the disk is to be used now; opens the breaker when I/O is overdue."""
-        now = time.monotonic()
-        if any(deadline < now for deadline in list(self._deadlines.values())):
-            self.log.warning(
-                "overdue", "the file tier has not answered in time; it is left alone for a while"
-            )
-            with self._breaker_lock:
-                self._breaker.record(False, now)
-        return not self._breaker.open(now)
-
-    def _report(self, statuses: Sequence[Status]) -> None:
-        healthy = Status.UNAVAILABLE not in statuses
-        if not healthy:
-            self.log.warning("file", "the file tier fails; it is left alone for a while")
-        with self._breaker_lock:
-            self._breaker.record(healthy, time.monotonic())
-
-    @contextmanager
-    def _watched(self, size_bytes: int) -> Iterator[None]:
-        """I/O that should be over within the tier's deadline. Nothing can end it: it goes to memory
-        that SGLang takes back once the call returns. But nothing new is begun while it is overdue."""
-        mark = object()
-        self._deadlines[mark] = time.monotonic() + TIER_DEADLINE_S + size_bytes / DEFER_BYTES_PER_S
-        try:
-            yield
-        finally:
-            del self._deadlines[mark]
 
     # --- the rest -------------------------------------------------------------------------------
 
@@ -363,8 +365,8 @@ class LMKVStorage(HiCacheStorage):
         """Finish what is under way and release the directories. Calling it again does nothing."""
         for threads in (self._reads, self._writes):
             threads.shutdown(wait=True)
-        for tier in self._tiers.values():
-            tier.close()
+        for place in (*self._files.values(), *self._servers.values()):
+            place.close()
         self._ready = {}
 
     # SGLang uses these only without `interface_v1`, which is refused.

@@ -11,7 +11,7 @@ from lmkv.config import Config, ConfigError
 
 #: Speculators that keep no KV of their own: the cache does not see them.
 _PLAIN_SPECULATORS = {"ngram", "ngram_gpu", "suffix"}
-_TABLES = {"host", "file", "identity", "vllm"}
+_TABLES = {"host", "file", "redis", "identity", "vllm"}
 _ALLOWED_EXTRA = {"lmkv", "self_describing_kv_events"}
 _NATIVE_EXTRA = {
     "cpu_bytes_to_use": "[host] capacity",
@@ -20,6 +20,19 @@ _NATIVE_EXTRA = {
     "offload_prompt_only": "[vllm] prompt_only",
     "secondary_tiers": "[file] path and [file] capacity",
 }
+
+
+#: Longer than any prefill; a proxy that asks for more has mistaken the unit.
+MAX_WAIT_MS = 60_000
+
+
+def wait_s(transfer_params: object) -> float:
+    """Seconds for which a request may wait for another engine to store its chunks: what a proxy put into
+    `kv_transfer_params` as `lmkv_wait_ms`, 0 to 60,000. Anything else there counts as 0."""
+    wait_ms = transfer_params.get("lmkv_wait_ms") if isinstance(transfer_params, Mapping) else None
+    if isinstance(wait_ms, bool) or not isinstance(wait_ms, int | float) or not 0 <= wait_ms <= MAX_WAIT_MS:
+        return 0.0
+    return wait_ms / 1000
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
@@ -51,8 +64,6 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     parallel = vllm_config.parallel_config
     speculative = vllm_config.speculative_config
     assert transfer is not None
-    if transfer.kv_role != "kv_both":
-        raise ConfigError("kv_role", f"{transfer.kv_role} is not supported.", 'use "kv_role": "kv_both".')
     # vLLM tells a rank of a dense model nothing of data parallelism but this suffix of its id.
     data_parallel = parallel.data_parallel_size > 1 or re.search(r"_dp\d+$", transfer.engine_id or "")
     if data_parallel and config.host.capacity is None:
@@ -83,12 +94,19 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise ConfigError(
             "--enable-sleep-mode", "sleep mode is not supported with lmkv.", "leave the flag away."
         )
-    if config.file.path is not None and "sha256" not in vllm_config.cache_config.prefix_caching_hash_algo:
+    shared = config.file.path is not None or config.redis.url is not None
+    if transfer.kv_role != "kv_both" and not shared:
+        raise ConfigError(
+            "kv_role",
+            f"{transfer.kv_role} hands KV from one engine to another, and there is no tier that both see.",
+            'set [file] path or [redis] url, or use "kv_role": "kv_both".',
+        )
+    if shared and "sha256" not in vllm_config.cache_config.prefix_caching_hash_algo:
         raise ConfigError(
             "--prefix-caching-hash-algo",
             f"{vllm_config.cache_config.prefix_caching_hash_algo} is not collision resistant and its seed "
-            "changes with every process, so nothing in [file] path could be shared.",
-            "use sha256 or sha256_cbor, or unset [file] path.",
+            "changes with every process, so nothing in [file] path or [redis] url could be shared.",
+            "use sha256 or sha256_cbor, or unset [file] path and [redis] url.",
         )
 
 

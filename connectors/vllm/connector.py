@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     PromMetric,
@@ -14,20 +15,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from lmkv import __version__
+from lmkv.chain import chain, open_redis
 from lmkv.config import Config, ConfigError, load, resolve_file_capacity, resolve_host_capacity
 from lmkv.connectors.vllm import compat
-from lmkv.connectors.vllm.checks import check_engine, check_extra_config, check_groups
+from lmkv.connectors.vllm.checks import check_engine, check_extra_config, check_groups, wait_s
 from lmkv.connectors.vllm.identity import namespace_of
 from lmkv.connectors.vllm.manager import LMKVManager
 from lmkv.connectors.vllm.spec import LMKVOffloadingSpec
+from lmkv.gate import Gate
 from lmkv.slab import RankArea, Slab, SlabError, create_or_join
 from lmkv.slots import SLOT_ALIGNMENT, slot_bytes
-from lmkv.store import Below, Store
-from lmkv.tier import open_tier
+from lmkv.store import Store
+from lmkv.tier import Tier, open_tier
 
 logger = logging.getLogger(__name__)
 # vLLM sets up only its own logger; lmkv's messages go where vLLM's go.
@@ -66,6 +71,8 @@ class LMKVConnector(OffloadingConnector):
         (hashed by name and path), images (hashed by an id the client may choose), embeddings."""
         if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
             self._manager.exclude(request.request_id)
+        elif seconds := wait_s(request.kv_transfer_params):
+            self._manager.expect(request.request_id, seconds)
         super().on_new_request(request)
 
     def update_state_after_alloc(
@@ -75,6 +82,16 @@ class LMKVConnector(OffloadingConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             self._manager.count_hit_tokens(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Also notes when the step began, for the gate."""
+        self._manager.step_began(scheduler_output.num_scheduled_tokens.values())
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Also notes when the step was over."""
+        self._manager.step_ended()
+        super().update_connector_output(connector_output)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -152,8 +169,19 @@ def _open_store(
     # A prompt needs one chunk of every group for each of its spans of this many tokens.
     span = min(group.tokens_per_block for group in offloading.groups) * offloading.cache.blocks_per_chunk
     tokens_per_chunk = span / len(offloading.groups)
-    below = [_open_file(config, max(sizes), tokens_per_chunk)] if config.file.path is not None else []
-    store = Store(slab=slab, ranks=ranks, chunk_bytes=chunk_bytes, namespace=namespace, below=below)
+    file = _open_file(config, max(sizes), tokens_per_chunk) if config.file.path is not None else None
+    store = Store(
+        slab=slab,
+        ranks=ranks,
+        chunk_bytes=chunk_bytes,
+        namespace=namespace,
+        below=chain(config, file, open_redis(config)),
+        gate=Gate() if config.vllm.gate else None,
+        chunk_tokens={
+            group.group_id: group.tokens_per_block * offloading.cache.blocks_per_chunk
+            for group in offloading.groups
+        },
+    )
     tokens = store.room(max(sizes)) * tokens_per_chunk
     _announce("host", slab.capacity_bytes, tokens, "memory shared by the engine's processes")
     logger.info("lmkv %s: namespace %s", __version__, namespace.digest.hex()[:16])
@@ -174,8 +202,9 @@ def _await_ranks(ranks: list[RankArea]) -> None:
         time.sleep(0.01)
 
 
-def _open_file(config: Config, largest_chunk: int, tokens_per_chunk: float) -> Below:
-    tier = open_tier("file", {"path": config.file.path, "capacity": resolve_file_capacity(config.file)})
+def _open_file(config: Config, largest_chunk: int, tokens_per_chunk: float) -> Tier:
+    settings = {"path": config.file.path, "capacity": resolve_file_capacity(config.file)}
+    tier = open_tier("file", settings, read_only=config.file.role == "read_only")
     if largest_chunk > tier.info.max_chunk_bytes:
         tier.close()
         raise ConfigError(
@@ -186,7 +215,7 @@ def _open_file(config: Config, largest_chunk: int, tokens_per_chunk: float) -> B
         )
     tokens = tier.room(largest_chunk) * tokens_per_chunk
     _announce("file", tier.info.capacity_bytes, tokens, str(config.file.path))
-    return Below.threaded(tier)
+    return tier
 
 
 def _announce(tier: str, capacity_bytes: int, tokens: float, where: str) -> None:

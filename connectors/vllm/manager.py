@@ -3,6 +3,8 @@
 This is the boundary to the engine; see `lmkv.boundary`.
 """
 
+import time
+from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -25,8 +27,9 @@ from lmkv.connectors.vllm import compat
 from lmkv.connectors.vllm.worker import SlotsSpec
 from lmkv.index import Entry
 from lmkv.metrics import METRICS, Metrics, RateLimitedLog
+from lmkv.request import Request
 from lmkv.slab import Slab
-from lmkv.store import Lookup, Request, Store
+from lmkv.store import Lookup, Store
 
 _HIT = LookupResult.HIT
 _RESULTS = {
@@ -34,7 +37,14 @@ _RESULTS = {
     Lookup.HIT: LookupResult.HIT,
     # The chunk is on its way. RETRY would reset the run of hits in a sliding window.
     Lookup.PENDING: LookupResult.HIT_PENDING,
+    Lookup.UNKNOWN: LookupResult.RETRY,
 }
+
+
+#: A request with fewer tokens in a step is not in its prefill, or at its end.
+_PREFILL_TOKENS = 32
+#: More steps than any engine has in flight.
+_MAX_STEPS = 16
 
 
 def _find_nothing(_: object) -> None:
@@ -49,6 +59,10 @@ class LMKVManager(OffloadingManager):
         self.log = RateLimitedLog()
         self._requests: dict[str, Request] = {}
         self._uncacheable: set[str] = set()
+        self._expected: dict[str, float] = {}  # seconds to wait, by request
+        #: Prompt tokens and beginning of each step whose outcome is still to come.
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_MAX_STEPS)
+        self._step_ended = 0.0
         self._context: ReqContext | None = None  # whose lookup window is open
         # The window's two calls for a chunk that is ready, see `Store.open_window`.
         self._find: Callable[[bytes], Entry | None] = _find_nothing
@@ -68,12 +82,17 @@ class LMKVManager(OffloadingManager):
         """Keep the request that will be announced as `req_id` out of the cache."""
         self._uncacheable.add(req_id)
 
+    def expect(self, req_id: str, seconds: float) -> None:
+        """Let the request that will be announced as `req_id` wait for another engine to store its chunks."""
+        self._expected[req_id] = seconds
+
     @guarded(lambda *_: RequestOffloadingContext())
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See `OffloadingManager`."""
         cacheable = req_context.req_id not in self._uncacheable
         self._uncacheable.discard(req_context.req_id)
-        self._requests[req_context.req_id] = self._store.new_request(cacheable)
+        wait_s = self._expected.pop(req_context.req_id, 0.0)
+        self._requests[req_context.req_id] = self._store.new_request(cacheable, wait_s)
         return RequestOffloadingContext()
 
     @guarded(lambda *_: None)
@@ -156,6 +175,24 @@ class LMKVManager(OffloadingManager):
         self._store.complete_store(keys, self._request(req_context), success)
 
     # --- the step
+
+    @guarded(lambda *_: None)
+    def step_began(self, scheduled_tokens: Collection[int]) -> None:
+        """A step with so many tokens of each request was handed to the engine."""
+        prompt = sum(tokens for tokens in scheduled_tokens if tokens >= _PREFILL_TOKENS)
+        # A step that is mostly something else says nothing of the speed of a prefill.
+        self._steps.append((prompt if 2 * prompt >= sum(scheduled_tokens) else 0, time.monotonic()))
+
+    @guarded(lambda *_: None)
+    def step_ended(self) -> None:
+        """The oldest such step is over."""
+        if not self._steps:
+            return
+        tokens, began = self._steps.popleft()
+        now = time.monotonic()
+        if tokens:  # with two steps in flight, the second begins when the first ends
+            self._store.computed(tokens, now - max(began, self._step_ended))
+        self._step_ended = now
 
     @guarded(lambda *_: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:

@@ -35,4 +35,4 @@ def namespaces(scheduler: Any) -> list[str]:
 def _tiers(ours: Any) -> list[Any]:
     if hasattr(ours, "_store"):
         return [below.tier for below in ours._store._below]
-    return list(ours._tiers.values())
+    return [place.tier for place in ours._files.values()]

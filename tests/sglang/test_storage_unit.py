@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from lmkv.backends import file as file_tier
 from lmkv.config import Config, ConfigError
-from lmkv.connectors.sglang import LMKVStorage, checks, compat, live
+from lmkv.connectors.sglang import LMKVStorage, checks, compat, live, places
 from lmkv.connectors.sglang import storage as storage_module
 from lmkv.connectors.sglang.pages import PagesByCopy, PagesInPlace, host_pages
 from lmkv.connectors.sglang.scopes import scope_of
@@ -286,7 +286,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_module, "check_engine", lambda config: None)
     monkeypatch.setattr(compat, "attention_dp_size", lambda: 1)
     monkeypatch.setattr(storage_module, "engine_fields", lambda config: {"tenant": config.identity.tenant})
-    monkeypatch.setattr(storage_module, "TIER_DEADLINE_S", float(TIMEOUT_S))  # a busy machine is not a fault
+    monkeypatch.setattr(places, "TIER_DEADLINE_S", float(TIMEOUT_S))  # a busy machine is not a fault
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def errors(storage: LMKVStorage) -> float:
 
 def counters(storage: LMKVStorage) -> dict[str, int]:
     """Of the one directory in use."""
-    (tier,) = storage._tiers.values()
+    (tier,) = (place.tier for place in storage._files.values())
     return tier.stats().counters
 
 
@@ -614,7 +614,7 @@ class Clock:
         self.passed = 0.0
         now = time.monotonic
         clock = SimpleNamespace(monotonic=lambda: now() + self.passed)
-        monkeypatch.setattr(storage_module, "time", clock)
+        monkeypatch.setattr(places, "time", clock)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -635,7 +635,8 @@ def test_a_disk_that_fails_is_left_alone_for_a_while(
         else:
             assert storage.batch_set_v1(keys(4, "b"), pool.indices([4, 5, 6, 7])) == [False] * 4
             assert storage.metrics.get("lmkv_skipped_stores", "unavailable") == 4
-    assert storage._breaker.trips == 1
+    (place,) = storage._files.values()
+    assert place.breaker.trips == 1
     # The disk works again, but nobody asks it before the time is over.
     before = counters(storage)
     assert storage.batch_exists(keys(4)) == 0
@@ -654,7 +655,7 @@ def test_a_tier_that_raises_costs_its_batch(open_storage: Open, monkeypatch: pyt
     pool = mha("page_first")
     storage = open_storage({PoolName.KV: pool})
     assert storage.batch_set_v1(keys(2), pool.indices([0, 1])) == [True] * 2
-    (tier,) = storage._tiers.values()
+    (tier,) = (place.tier for place in storage._files.values())
     with monkeypatch.context() as fault:
         for name in ("get", "put", "contains"):
             fault.setattr(tier, name, failing)
@@ -773,7 +774,7 @@ NUMBERS = 24
 def test_queries_reads_and_writes_at_once(open_storage: Open) -> None:
     pool = mha("page_first", pages=16 * BATCH)
     storage = open_storage({PoolName.KV: pool})
-    (tier,) = storage._tiers.values()
+    (tier,) = (place.tier for place in storage._files.values())
     recorded = Recorded(tier)
     size = pool.page_of(_raw(pool.buffers[0]), 0).numel()
     patterns = [pattern(number, size) for number in range(NUMBERS)]
@@ -945,7 +946,7 @@ def test_ranks_divide_the_capacity_and_share_nothing(open_storage: Open, tmp_pat
         before = pool.contents()
         assert storage.batch_get_v1(keys(1), pool.indices([0])) == [True]
         assert pool.holds(pool.moved(before, source, {0: 3}))
-        (tier,) = storage._tiers.values()
+        (tier,) = (place.tier for place in storage._files.values())
         assert tier.info.capacity_bytes == 64 << 20
     assert sorted(folder.name for folder in (tmp_path / "sglang").iterdir()) == ["tp0of2", "tp1of2"]
     namespaces = {storage._ready["kv"].namespace.digest for storage in storages}
@@ -986,7 +987,7 @@ def test_recurrent_state_beside_replicated_kv_is_divided(open_storage: Open, tmp
         is_mla_model=True,
         capacity="256MiB",
     )
-    assert {scope.name: tier.info.capacity_bytes >> 20 for scope, tier in storage._tiers.items()} == {
+    assert {scope.name: place.tier.info.capacity_bytes >> 20 for scope, place in storage._files.items()} == {
         "replicated": 128,
         "tp1of2": 64,
     }
