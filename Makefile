@@ -23,7 +23,7 @@ serve serve-sglang: export LMKV_FILE_PATH ?= $(CURDIR)/build/kv
 serve serve-sglang: export LMKV_FILE_CAPACITY ?= 10GiB
 serve-sglang: export SGLANG_USE_CPU_ENGINE ?= 1
 
-.PHONY: help demo demo-sglang serve serve-sglang test lint test-unit test-engine test-sglang
+.PHONY: help demo demo-sglang demo-shared serve serve-sglang test lint test-unit test-engine test-sglang
 .PHONY: compat models models-sglang bench clean distclean
 
 help: ## show this list
@@ -36,6 +36,12 @@ demo: ## a real engine cold, warm from host memory, and after SIGKILL and a rest
 demo-sglang: ## the same with SGLang
 	@$(SGLANG); model=$$($$python -m tools.models $(MODEL)); \
 	$$python examples/demo_sglang.py --model "$$model" $(ARGS)
+
+# SGLang's pair runs only where its environment was made before (make demo-sglang).
+demo-shared: ## two engines and a Redis server: one computes, the other loads (ARGS="--redis-url ...")
+	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
+	sglang=$$($(PYTHON) -m tools.env --existing sglang); \
+	$$python examples/demo_shared.py --model "$$model" $${sglang:+--sglang-python "$$sglang"} $(ARGS)
 
 serve: ## an OpenAI-compatible server with lmkv on (PORT=8000 MODEL=smollm2-135m ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \

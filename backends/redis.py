@@ -1,30 +1,37 @@
 """Chunks on a server of the Redis protocol: Redis, Valkey or another, alone, behind Sentinel, or a cluster.
 
-A chunk is the value of one key, or of several where it is longer than the part size:
-
-    lmkv:<namespace, 64 hex digits>:{<rest of the key, 72 hex digits>}       header, first part
-    lmkv:<namespace, 64 hex digits>:{<rest of the key, 72 hex digits>}:1     second part, and so on
-
-The header is that of `lmkv.record`. What stands in braces puts all parts of a chunk on one slot of a cluster.
-Several parts are written by one transaction and read by one MGET, so a reader sees a chunk whole or finds a
-part missing.
+How they lie there: `lmkv.backends.values`. Which server: `lmkv.backends.servers`. The bytes on the
+connection: `lmkv.backends.resp`.
 """
 
 import logging
+import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from lmkv.backends.resp import ProtocolError, Refused, Wire, command
-from lmkv.backends.servers import MIN_VERSION, Address, ServerInfo, Servers
+from lmkv.backends.resp import ProtocolError, Refused, command
+from lmkv.backends.servers import MIN_VERSION, Address, ServerInfo, Servers, redirected
+from lmkv.backends.values import (
+    MAX_PARTS,
+    Chunk,
+    Found,
+    Turn,
+    Values,
+    exist,
+    lengths,
+    numbered,
+    unlink,
+    walk,
+    with_memory,
+    without_memory,
+)
 from lmkv.config import ConfigError, RedisConfig, load_table
-from lmkv.keys import KEY_BYTES, NAMESPACE_BYTES
-from lmkv.record import HEADER_BYTES, decode_header, encode_header, verify
+from lmkv.keys import NAMESPACE_BYTES
 from lmkv.tier import (
     Buffer,
     Status,
@@ -34,27 +41,30 @@ from lmkv.tier import (
     Unavailable,
     buffer_bytes,
     check_batch,
-    pieces,
 )
 
 logger = logging.getLogger(__name__)
 
 #: A call takes no longer than this plus its bytes at the slowest useful speed, whatever the server does.
+#: Nobody waits for stores, and several threads share the network.
 DEADLINE_S = 0.5
-BYTES_PER_S = 0.1e9
+READ_BYTES_PER_S = 0.1e9
+WRITE_BYTES_PER_S = 0.02e9
 #: A server is looked at for this long when the tier is opened.
 OPEN_S = 3.0
 #: Rounds of a batch whose keys move to other servers of a cluster meanwhile.
-_MAX_ROUNDS = 4
+_MAX_ROUNDS = 5
+#: Pause before a chunk is asked for again of which only some parts moved so far.
+_MOVING_S = 0.02
 #: Chunks and payload bytes of one pipeline: the server holds as much in its buffers for this client.
 _MAX_CHUNKS = 1024
 _PIPELINE_BYTES = 16 << 20
-_QUESTIONS = 128
 _LOG_S = 10.0
-#: More parts than this of one chunk are refused.
-_MAX_PARTS = 1024
-#: So many parts are unlinked of a chunk whose header does not tell.
-_GUESSED_PARTS = 16
+
+#: Errors that another attempt may mend: the key is elsewhere, is moving, or the master became a replica.
+_AGAIN = ("MOVED", "ASK", "TRYAGAIN", "READONLY")
+#: The server is well but stores nothing: full, a replica, its disk fails, too few replicas, the user may not.
+_STORES_NOTHING = ("OOM", "READONLY", "MISCONF", "NOREPLICAS", "NOPERM")
 
 COUNTERS = (
     "get_hits",
@@ -74,24 +84,8 @@ COUNTERS = (
     "written_bytes",
 )
 
-
-#: What a read finds besides a `Status`: some part is gone; another part size than ours.
-_HOLE, _OTHER = "a part is missing", "another part size"
-_STATUS: dict[Any, Status] = {_HOLE: Status.MISS, _OTHER: Status.MISS, None: Status.UNAVAILABLE}
-
-
-class _Chunk(NamedTuple):
-    """One chunk of a batch."""
-
-    position: int
-    key: bytes
-    name: bytes
-    buffer: Buffer = ()
-    length: int = 0
-
-
-#: Sends what it takes to a server, receives the answers, and gives a result a chunk.
-_Turn = Callable[[Wire, Sequence[_Chunk]], Sequence[Any]]
+#: A server, and whether it has to be told that it is asked on behalf of another (ASKING).
+_Target = tuple[Address, bool]
 
 
 class RedisTier(Tier):
@@ -107,13 +101,8 @@ class RedisTier(Tier):
 
     def __init__(self, config: RedisConfig) -> None:
         """A server that is down is no error: it is used when it comes. Raises ConfigError."""
-        self._part_bytes = int(config.part_size)
+        self._values = Values(int(config.part_size), config.ttl)
         self._writes = config.role != "read_only"
-        #: The last two words of a SET.
-        self._expiry = b""
-        if config.ttl is not None:
-            milliseconds = b"%d" % max(1, round(config.ttl * 1000))
-            self._expiry = b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(milliseconds), milliseconds)
         self._lock = threading.Lock()
         self._counters = Counter(dict.fromkeys(COUNTERS, 0))
         #: What this process stored less what it removed, by namespace: chunks and bytes.
@@ -124,14 +113,16 @@ class RedisTier(Tier):
         self._closed = False
         self._servers = Servers(config)
         capacity = sys.maxsize
+        deadline = time.monotonic() + OPEN_S
         try:
-            info = self._servers.info(time.monotonic() + OPEN_S)
+            info = self._servers.info(deadline)
+            count = len(self._servers.nodes(deadline))  # those of a cluster are alike
         except (OSError, ProtocolError, Refused) as error:
             logger.warning("lmkv: %s does not answer yet: %s", self._servers.shown, error)
         else:
-            capacity = info.maxmemory_bytes or info.total_memory_bytes or capacity
+            capacity = count * (info.maxmemory_bytes or info.total_memory_bytes) or capacity
             self._announce(info, config)
-        longest = min(capacity, _MAX_PARTS * self._part_bytes)
+        longest = min(capacity, MAX_PARTS * int(config.part_size))
         self._info = TierInfo("redis", capacity, True, True, 1, longest, remote=True)
 
     def _announce(self, info: ServerInfo, config: RedisConfig) -> None:
@@ -163,39 +154,41 @@ class RedisTier(Tier):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Tier.contains`. One round trip. Raises Unavailable."""
         self._check(keys)
-        chunks = _named(keys)
-        found = self._batch(chunks, _exists, 0)
-        if None in found:
+        found = self._batch(without_memory(keys), exist)
+        if not {int}.issuperset(map(type, found)):
             raise Unavailable(f"{self._servers.shown} does not answer")
-        return [bool(is_there) for is_there in found]
+        return list(map(bool, found))
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         self._check(keys, buffers, writable=True)
-        chunks = _chunks(keys, buffers)
-        found = self._batch(chunks, self._get_turn, sum(chunk.length for chunk in chunks))
-        broken = [chunk for chunk in chunks if found[chunk.position] is Status.CORRUPT]
+        chunks = with_memory(keys, buffers)
+        found = self._batch(chunks, self._values.get, READ_BYTES_PER_S)
+        statuses = [_read(result) for result in found]
+        broken = [chunk for chunk in chunks if statuses[chunk.position] is Status.CORRUPT]
         # A chunk without all its parts would be taken for stored for ever.
-        holes = [chunk for chunk in chunks if found[chunk.position] is _HOLE]
+        holes = [chunk for chunk in chunks if found[chunk.position] is Found.HOLE]
         if (broken or holes) and self._writes:
             self._unlink([chunk.key for chunk in (*broken, *holes)])
-        statuses = [_STATUS.get(result, result) for result in found]
+        others = found.count(Found.OTHER_PART_SIZE)
         self._count(
             get_hits=statuses.count(Status.OK),
             get_misses=statuses.count(Status.MISS),
             corrupt=len(broken),
             parts_missing=len(holes),
-            part_size_differs=found.count(_OTHER),
+            part_size_differs=others,
             read_bytes=sum(c.length for c in chunks if statuses[c.position] is Status.OK),
         )
-        if broken and self._may_log():
-            logger.warning("lmkv: %d chunks on %s failed verification", len(broken), self._servers.shown)
+        if broken:
+            self._log(f"{len(broken)} chunks failed verification")
+        if others:
+            self._log(f"{others} chunks were stored with another [redis] part_size and are of no use")
         return statuses
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         self._check(keys, buffers)
         statuses = [Status.REJECTED] * len(keys)
-        fresh: dict[bytes, _Chunk] = {}
-        for chunk in _chunks(keys, buffers):
+        fresh: dict[bytes, Chunk] = {}
+        for chunk in with_memory(keys, buffers):
             if 0 < chunk.length <= self._info.max_chunk_bytes:
                 fresh.setdefault(chunk.key, chunk)
         ours, theirs = self._claim(list(fresh))
@@ -213,23 +206,27 @@ class RedisTier(Tier):
         self._count(rejected=statuses.count(Status.REJECTED), put_dedup=deduplicated + len(keys) - len(fresh))
         return statuses
 
-    def _store(self, chunks: Sequence[_Chunk]) -> tuple[dict[bytes, Status], int]:
+    def _store(self, chunks: Sequence[Chunk]) -> tuple[dict[bytes, Status], int]:
         """Send what is not there; the outcomes, and how many were there."""
+        asked = numbered(chunks)
         results: dict[bytes, Status] = {}
-        asked = _numbered(chunks)
-        for chunk, is_there in zip(asked, self._batch(asked, _exists, 0), strict=True):
-            if is_there is None:
-                results[chunk.key] = Status.UNAVAILABLE
-            elif is_there:
-                results[chunk.key] = Status.OK
+        missing = []
+        for chunk, is_there in zip(asked, self._batch(asked, self._values.whole), strict=True):
+            if is_there is False:
+                missing.append(chunk)
+                results[chunk.key] = Status.REJECTED
+            else:
+                results[chunk.key] = Status.OK if is_there is True else Status.UNAVAILABLE
         there = sum(status is Status.OK for status in results.values())
         if not self._writes:
             return results, there
-        wanted = _numbered([chunk for chunk in asked if chunk.key not in results])
-        outcome = self._batch(wanted, self._put_turn, sum(chunk.length for chunk in wanted))
-        for chunk, status in zip(wanted, outcome, strict=True):
-            results[chunk.key] = Status.UNAVAILABLE if status is None else status
+        wanted = numbered(missing)
+        outcome = self._batch(wanted, self._values.put, WRITE_BYTES_PER_S)
+        for chunk, result in zip(wanted, outcome, strict=True):
+            results[chunk.key] = _written(result)
         self._stored([chunk for chunk in wanted if results[chunk.key] is Status.OK])
+        full = sum(isinstance(result, Refused) and result.kind == "OOM" for result in outcome)
+        self._count(server_full=full)
         return results, there
 
     def remove(self, keys: Sequence[bytes]) -> list[Status]:
@@ -248,7 +245,7 @@ class RedisTier(Tier):
         with self._lock:
             counters = dict(self._counters)
             chunks, used = self._chunks.total(), self._bytes.total()
-        counters |= {"connections": self._servers.reconnects, "timeouts": self._servers.watchdog.expired}
+        counters |= {"connections": self._servers.connections, "timeouts": self._servers.watchdog.expired}
         return TierStats(max(0, chunks), min(max(0, used), self._info.capacity_bytes), counters)
 
     def usage(self, deadline_s: float = 10.0) -> dict[str, tuple[int, int]]:
@@ -261,12 +258,10 @@ class RedisTier(Tier):
         try:
             for address in self._servers.nodes(deadline):
                 with self._servers.connection(address, deadline) as wire:
-                    for names, sizes in _walk(wire):
-                        for name, size in zip(names, sizes, strict=True):
-                            space = name[5:69].decode(errors="replace")
-                            chunks, used = found.get(space, (0, 0))
-                            found[space] = chunks + name.endswith(b"}"), used + size
-        except (OSError, ProtocolError, Refused) as error:
+                    for space, first, size in walk(wire):
+                        chunks, used = found.get(space, (0, 0))
+                        found[space] = chunks + first, used + size
+        except (OSError, ProtocolError, Refused, ConfigError) as error:
             raise Unavailable(str(error)) from error
         return found
 
@@ -276,153 +271,101 @@ class RedisTier(Tier):
 
     # -- batches
 
-    def _batch(self, chunks: Sequence[_Chunk], turn: _Turn, size_bytes: int) -> list[Any]:
-        """Results of all chunks in order, None for those whose server did not answer in time."""
+    def _batch(self, chunks: Sequence[Chunk], turn: Turn, bytes_per_s: float = math.inf) -> list[Any]:
+        """Results of all chunks in order, None for those whose server did not answer in time, `Refused` for
+        those that it gave an error for. `bytes_per_s`: how fast the payload has to move at least."""
         results: list[Any] = [None] * len(chunks)
-        deadline = time.monotonic() + DEADLINE_S + size_bytes / BYTES_PER_S
-        todo: dict[tuple[Address, bool], list[_Chunk]] = {}
+        size = sum(chunk.length for chunk in chunks)
+        deadline = time.monotonic() + DEADLINE_S + size / bytes_per_s
+        todo = self._spread(chunks, deadline)
+        for _ in range(_MAX_ROUNDS):
+            again: list[tuple[Chunk, _Target]] = []
+            for target, some in todo.items():
+                for part, found in self._talk(target, some, turn, deadline):
+                    for chunk, result in zip(part, found, strict=True):
+                        results[chunk.position] = result
+                        if type(result) is Refused and result.kind in _AGAIN:
+                            again.append((chunk, target))
+            if not again or time.monotonic() >= deadline:
+                break
+            todo = self._redirect(again, results, deadline)
+        if Refused in set(map(type, results)):
+            self._note({result.kind: result for result in results if isinstance(result, Refused)})
+        return results
+
+    def _spread(self, chunks: Sequence[Chunk], deadline: float) -> dict[_Target, list[Chunk]]:
+        """Which server is to be asked for which chunks; none if that could not be learnt."""
+        todo: dict[_Target, list[Chunk]] = {}
         try:
             if (only := self._servers.only(deadline)) is not None:
-                todo[only, False] = list(chunks)
-            else:
-                for chunk in chunks:
-                    todo.setdefault((self._servers.address(chunk.name, deadline), False), []).append(chunk)
+                return {(only, False): list(chunks)}
+            for chunk in chunks:
+                todo.setdefault((self._servers.address(chunk.name, deadline), False), []).append(chunk)
         except (OSError, ProtocolError, Refused, ConfigError) as error:
             self._failed(error)
-            return results
-        for _ in range(_MAX_ROUNDS):
-            moved: dict[tuple[Address, bool], list[_Chunk]] = {}
-            for (address, asking), some in todo.items():
-                try:
-                    for part in _slices(some, 1 if asking else _MAX_CHUNKS):
-                        with self._servers.connection(address, deadline) as wire:
-                            if asking:  # holds for the next command, or transaction
-                                wire.send([command(b"ASKING")])
-                                wire.reply()
-                            found = turn(wire, part)
-                        for chunk, result in zip(part, found, strict=True):
-                            if isinstance(result, Refused) and result.kind in ("MOVED", "ASK"):
-                                target = _target(result, address), result.kind == "ASK"
-                                moved.setdefault(target, []).append(chunk)
-                            else:
-                                results[chunk.position] = self._outcome(result)
-                except (OSError, ProtocolError, Refused, ConfigError) as error:
-                    self._failed(error)
-            if not moved:
-                break
-            self._count(redirects=sum(map(len, moved.values())))
-            if not all(asking for _, asking in moved):
-                try:
-                    self._servers.refresh(deadline)
-                except OSError as error:
-                    self._failed(error)
-            todo = moved
-        return results
+            return {}
+        return todo
 
-    def _outcome(self, result: Any) -> Any:
-        if not isinstance(result, Refused):
-            return result
-        if result.kind == "OOM":
-            self._count(server_full=1)
-            return Status.REJECTED
-        if result.kind == "WRONGTYPE":  # somebody else's value under our name
-            return Status.CORRUPT
-        self._failed(result)
-        return None
+    def _talk(
+        self, target: _Target, chunks: Sequence[Chunk], turn: Turn, deadline: float
+    ) -> Iterator[tuple[Sequence[Chunk], Sequence[Any]]]:
+        """Chunks and their results from one server, as far as it gives any."""
+        address, asking = target
+        try:
+            for part in _slices(chunks, 1 if asking else _MAX_CHUNKS):
+                with self._servers.connection(address, deadline) as wire:
+                    if asking:  # holds for the next command, or transaction
+                        wire.send([command(b"ASKING")])
+                        wire.reply()
+                    found = turn(wire, part)
+                yield part, found
+        except (OSError, ProtocolError, ConfigError) as error:
+            self._failed(error)
 
-    def _get_turn(self, wire: Wire, chunks: Sequence[_Chunk]) -> list[Any]:
-        requests = []
-        for chunk in chunks:
-            count = self._parts(chunk.length)
-            if count == 1:
-                requests.append(command(b"GET", chunk.name))
-            else:
-                requests.append(command(b"MGET", *_names(chunk.name, count)))
-        wire.send([b"".join(requests)])
-        return [self._receive(wire, chunk) for chunk in chunks]
-
-    def _receive(self, wire: Wire, chunk: _Chunk) -> Any:
-        """The status of one chunk, whose values come next."""
-        count = self._parts(chunk.length)
-        if count > 1 and (error := wire.array(count)) is not None:
-            return error
-        header = memoryview(bytearray(HEADER_BYTES))
-        sizes = []
-        for part in self._cut(chunk, header):
-            size = wire.value(part)
-            if isinstance(size, Refused):
-                return size
-            sizes.append((size, sum(piece.nbytes for piece in part)))
-        if all(size == -1 for size, _ in sizes):
-            return Status.MISS
-        size, expected = sizes[0]
-        if size not in (-1, expected):
-            known = decode_header(header)
-            same = known is not None and (known.key, known.stored_bytes) == (chunk.key, chunk.length)
-            return _OTHER if same and size > HEADER_BYTES else Status.CORRUPT
-        if any(size == -1 for size, _ in sizes):
-            return _HOLE
-        if any(size != expected for size, expected in sizes):
-            return Status.CORRUPT
-        whole = verify(decode_header(header), chunk.key, chunk.buffer)
-        return Status.OK if whole else Status.CORRUPT
-
-    def _put_turn(self, wire: Wire, chunks: Sequence[_Chunk]) -> list[Any]:
-        parts: list[bytes | memoryview] = []
-        words = 5 if self._expiry else 3
-        for chunk in chunks:
-            header = encode_header(chunk.key, chunk.buffer, time.time_ns())
-            values = self._cut(chunk, memoryview(header))
-            count = self._parts(chunk.length)
-            if count > 1:
-                parts.append(command(b"MULTI"))
-            for name, value in zip(_names(chunk.name, count), values, strict=True):
-                size = sum(piece.nbytes for piece in value)
-                parts.append(b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(name), name, size))
-                parts += value
-                parts.append(b"\r\n" + self._expiry)
-            if count > 1:
-                parts.append(command(b"EXEC"))
-        wire.send(parts)
-        results = []
-        for chunk in chunks:
-            count = self._parts(chunk.length)
-            results.append(_stored_all([wire.reply() for _ in range(count + 2 if count > 1 else 1)]))
-        return results
-
-    def _cut(self, chunk: _Chunk, header: memoryview) -> Iterator[list[memoryview]]:
-        """The memory of each value of a chunk: of the first the header and then payload."""
-        views = list(pieces(chunk.buffer))
-        ends = list(accumulate((view.nbytes for view in views), initial=0))
-        for start in range(0, max(chunk.length, 1), self._part_bytes):
-            end = min(start + self._part_bytes, chunk.length)
-            inside = [
-                view[max(start - at, 0) : end - at]
-                for view, (at, after) in zip(views, pairwise(ends), strict=True)
-                if at < end and after > start
-            ]
-            yield [header, *inside] if start == 0 else inside
-
-    def _parts(self, length: int) -> int:
-        return max(1, -(-length // self._part_bytes))
+    def _redirect(
+        self, again: Sequence[tuple[Chunk, _Target]], results: Sequence[Any], deadline: float
+    ) -> dict[_Target, list[Chunk]]:
+        """Which server is to be asked next for chunks that were not where they were looked for."""
+        self._count(redirects=len(again))
+        kinds = {results[chunk.position].kind for chunk, _ in again}
+        todo: dict[_Target, list[Chunk]] = {}
+        try:
+            if not kinds.isdisjoint(("MOVED", "READONLY")):
+                self._servers.refresh(deadline)
+            if "TRYAGAIN" in kinds:
+                time.sleep(_MOVING_S)
+            for chunk, (asked, asking) in again:
+                refused = results[chunk.position]
+                if refused.kind in ("MOVED", "ASK"):
+                    target = redirected(refused, asked), refused.kind == "ASK"
+                elif refused.kind == "TRYAGAIN":
+                    target = asked, asking
+                else:
+                    target = self._servers.only(deadline) or asked, False
+                todo.setdefault(target, []).append(chunk)
+        except (OSError, ProtocolError, Refused, ConfigError) as error:
+            self._failed(error)
+        return todo
 
     # -- removing
 
     def _unlink(self, keys: Sequence[bytes]) -> list[bool | None]:
         """Take chunks off the servers; whether each was there, None if its server did not answer."""
-        chunks = _named(keys)
-        lengths = self._batch(chunks, _lengths, 0)
-        known = [chunk for chunk in chunks if lengths[chunk.position] is not None]
-        parts = [c._replace(position=i, length=lengths[c.position][1]) for i, c in enumerate(known)]
-        gone = self._batch(parts, _unlink_parts, 0)
+        chunks = without_memory(keys)
+        sizes = self._batch(chunks, lengths)
+        known = [chunk for chunk in chunks if isinstance(sizes[chunk.position], tuple)]
+        parts = [c._replace(position=i, length=sizes[c.position][1]) for i, c in enumerate(known)]
+        gone = self._batch(parts, unlink)
         out: list[bool | None] = [None] * len(keys)
         with self._lock:
             for chunk, count in zip(known, gone, strict=True):
-                out[chunk.position] = None if count is None else count > 0
+                if not isinstance(count, int):
+                    continue
+                out[chunk.position] = count > 0
                 if count:
                     space = chunk.key[:NAMESPACE_BYTES]
                     self._chunks[space] -= 1
-                    self._bytes[space] -= lengths[chunk.position][0]
+                    self._bytes[space] -= sizes[chunk.position][0]
         return out
 
     # -- one store of a chunk at a time in this process
@@ -448,7 +391,7 @@ class RedisTier(Tier):
 
     # -- small things
 
-    def _stored(self, chunks: Sequence[_Chunk]) -> None:
+    def _stored(self, chunks: Sequence[Chunk]) -> None:
         with self._lock:
             for chunk in chunks:
                 self._chunks[chunk.key[:NAMESPACE_BYTES]] += 1
@@ -467,44 +410,44 @@ class RedisTier(Tier):
         with self._lock:
             self._counters.update(amounts)
 
+    def _note(self, refused: Mapping[str, Refused]) -> None:
+        """Errors of a server, by kind."""
+        for kind, error in refused.items():
+            if kind in _STORES_NOTHING:
+                self._log(str(error))
+            elif kind != "WRONGTYPE":
+                self._failed(error)
+
     def _failed(self, error: Exception) -> None:
         self._count(io_errors=1)
-        if self._may_log():
-            logger.warning("lmkv: %s: %s", self._servers.shown, error)
+        self._log(str(error))
 
-    def _may_log(self) -> bool:
-        if time.monotonic() < self._next_log:
-            return False
-        self._next_log = time.monotonic() + _LOG_S
-        return True
-
-
-def _named(keys: Sequence[bytes]) -> list[_Chunk]:
-    """Chunks without memory."""
-    text = b"".join(keys).hex().encode()  # of all at once: lookups make thousands of names
-    chunks = []
-    for i, key in enumerate(keys):
-        at = 2 * KEY_BYTES * i
-        rest = at + 2 * NAMESPACE_BYTES
-        chunks.append(_Chunk(i, key, b"lmkv:%b:{%b}" % (text[at:rest], text[rest : at + 2 * KEY_BYTES])))
-    return chunks
+    def _log(self, text: str) -> None:
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + _LOG_S
+            logger.warning("lmkv: %s: %s", self._servers.shown, text)
 
 
-def _numbered(chunks: Iterable[_Chunk]) -> list[_Chunk]:
-    """The chunks as a batch of their own."""
-    return [chunk._replace(position=i) for i, chunk in enumerate(chunks)]
+def _read(result: Any) -> Status:
+    """What a read came to."""
+    if isinstance(result, Status):
+        return result
+    if isinstance(result, Found):
+        return Status.MISS
+    if isinstance(result, Refused) and result.kind == "WRONGTYPE":  # somebody else's value under our name
+        return Status.CORRUPT
+    return Status.UNAVAILABLE
 
 
-def _names(name: bytes, parts: int) -> list[bytes]:
-    return [name] + [b"%b:%d" % (name, number) for number in range(1, parts)]
+def _written(result: Any) -> Status:
+    """What a store came to."""
+    if isinstance(result, Refused):
+        return Status.REJECTED if result.kind in _STORES_NOTHING else Status.UNAVAILABLE
+    return Status.OK if result is Status.OK else Status.UNAVAILABLE
 
 
-def _chunks(keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[_Chunk]:
-    named = zip(_named(keys), buffers, strict=False)
-    return [chunk._replace(buffer=buffer, length=buffer_bytes(buffer)) for chunk, buffer in named]
-
-
-def _slices(chunks: Sequence[_Chunk], most: int) -> Iterator[Sequence[_Chunk]]:
+def _slices(chunks: Sequence[Chunk], most: int) -> Iterator[Sequence[Chunk]]:
     """Pipelines of at most `most` chunks and `_PIPELINE_BYTES`, one chunk at least."""
     start = size = 0
     for i, chunk in enumerate(chunks):
@@ -514,70 +457,3 @@ def _slices(chunks: Sequence[_Chunk], most: int) -> Iterator[Sequence[_Chunk]]:
         size += chunk.length
     if chunks:
         yield chunks[start:]
-
-
-def _target(redirect: Refused, asked: Address) -> Address:
-    """Of "MOVED 3999 127.0.0.1:6381"; a server that does not know its own address leaves the host away."""
-    host, _, port = str(redirect).split(" ")[2].rpartition(":")
-    return Address(host or asked.host, int(port))
-
-
-def _exists(wire: Wire, chunks: Sequence[_Chunk]) -> list[Any]:
-    head = b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n" % len(chunks[0].name)  # all names are of one length
-    for start in range(0, len(chunks), _QUESTIONS):  # the server works while the next ones are put together
-        some = chunks[start : start + _QUESTIONS]
-        wire.send([b"".join([b"%b%b\r\n" % (head, chunk.name) for chunk in some])])
-    return wire.integers(len(chunks))
-
-
-def _lengths(wire: Wire, chunks: Sequence[_Chunk]) -> list[Any]:
-    """Of each chunk the payload bytes and the number of parts, as its header tells."""
-    end = b"%d" % (HEADER_BYTES - 1)
-    wire.send([command(b"GETRANGE", c.name, b"0", end) + command(b"STRLEN", c.name) for c in chunks])
-    results: list[Any] = []
-    for _ in chunks:
-        start, size = wire.reply(), wire.reply()
-        if isinstance(start, Refused) and start.kind in ("MOVED", "ASK"):
-            results.append(start)
-            continue
-        header = decode_header(start) if isinstance(start, bytes) else None
-        if header is None or size <= HEADER_BYTES:
-            results.append((0, _GUESSED_PARTS))
-        else:
-            parts = -(-header.stored_bytes // (size - HEADER_BYTES))
-            results.append((header.stored_bytes, min(max(1, parts), _MAX_PARTS)))
-    return results
-
-
-def _unlink_parts(wire: Wire, chunks: Sequence[_Chunk]) -> list[Any]:
-    """`length`: how many parts each has."""
-    wire.send([command(b"UNLINK", *_names(chunk.name, chunk.length)) for chunk in chunks])
-    return [wire.reply() for _ in chunks]
-
-
-def _stored_all(replies: Sequence[Any]) -> Any:
-    """Status of a store, from the replies to SET, or to MULTI, the SETs and EXEC."""
-    errors = [reply for reply in replies if isinstance(reply, Refused)]
-    if errors:  # the first says why, the last only that the transaction was given up
-        return errors[0]
-    last = replies[-1]
-    if last == b"OK" or (isinstance(last, list) and all(reply == b"OK" for reply in last)):
-        return Status.OK
-    refused = [reply for reply in last if isinstance(reply, Refused)] if isinstance(last, list) else []
-    return refused[0] if refused else Status.UNAVAILABLE
-
-
-def _walk(wire: Wire) -> Iterator[tuple[list[bytes], list[int]]]:
-    """Names and lengths of all values of ours on a server."""
-    cursor = b"0"
-    while True:
-        wire.send([command(b"SCAN", cursor, b"MATCH", b"lmkv:*", b"COUNT", b"1000")])
-        reply = wire.reply()
-        if isinstance(reply, Refused):
-            raise reply
-        cursor, names = reply
-        if names:
-            wire.send([command(b"STRLEN", name) for name in names])
-            yield names, wire.integers(len(names))
-        if cursor == b"0":
-            return

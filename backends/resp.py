@@ -57,7 +57,7 @@ class Watchdog:
         mark = object()
         with self._lock:
             self._watched[mark] = deadline, connection
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # not after a fork
                 self._thread = threading.Thread(target=self._run, name="lmkv-redis-watch", daemon=True)
                 self._thread.start()
         try:
@@ -88,6 +88,18 @@ def command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
+def number(text: Any) -> int:
+    """What digits stand for. Raises ProtocolError if there are none."""
+    try:
+        return int(text)
+    except (TypeError, ValueError):
+        raise ProtocolError(f"{text!r:.40} instead of a number") from None
+
+
+#: The usual integer replies.
+_DIGITS = {b":%d" % digit: digit for digit in range(10)}
+
+
 class Wire:
     """One connection. Whatever goes wrong closes it, so that a reply can never be taken for another's.
 
@@ -101,11 +113,14 @@ class Wire:
         self._socket: socket.socket = connection._sock
         self._socket.settimeout(None)  # the watchdog ends what takes too long
         self._tls = isinstance(self._socket, ssl.SSLSocket)
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._memory = bytearray(_BUFFER_BYTES)
+        self._buffer = memoryview(self._memory)
         self._start = self._end = 0
+        self.aborted = False
 
     def abort(self) -> None:
         """Make every call under way on another thread end with OSError."""
+        self.aborted = True
         with contextlib.suppress(OSError):
             # Of the plain socket: TLS would want to say goodbye.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
@@ -145,11 +160,10 @@ class Wire:
     def line(self) -> bytes:
         """The next line, without its end."""
         while True:
-            data = self._buffer[self._start : self._end].tobytes()
-            end = data.find(b"\r\n")
+            start, end = self._start, self._memory.find(b"\r\n", self._start, self._end)
             if end >= 0:
-                self._start += end + 2
-                return data[:end]
+                self._start = end + 2
+                return self._buffer[start:end].tobytes()
             self._fill()
 
     def integers(self, count: int) -> list[Any]:
@@ -164,24 +178,24 @@ class Wire:
                 lines += some
             else:
                 self._fill()
-        return [_integer(line) for line in lines]
+        return [_DIGITS[line] if line in _DIGITS else _integer(line) for line in lines]
 
-    def reply(self) -> Any:
-        """The next reply of no payload: bytes of a status, int, Refused (returned), None, or a list."""
+    def reply(self, depth: int = 4) -> Any:
+        """The next reply of no payload: bytes, int, Refused (returned), None, or a list of such.
+
+        `depth`: so many lists may lie in each other.
+        """
         line = self.line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
         if kind == b"-":
             return Refused(rest.decode(errors="replace"))
-        try:
-            size = int(rest)
-        except ValueError:
-            raise ProtocolError(f"unexpected reply {line[:40]!r}") from None
+        size = number(rest)
         if kind == b":":
             return size
-        if kind == b"*":
-            return None if size < 0 else [self.reply() for _ in range(size)]
+        if kind == b"*" and depth > 0:
+            return None if size < 0 else [self.reply(depth - 1) for _ in range(size)]
         if kind == b"$":
             if size > _BUFFER_BYTES // 2:
                 raise ProtocolError(f"a value of {size} bytes instead of a short one")
@@ -208,7 +222,7 @@ class Wire:
             return Refused(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise ProtocolError(f"unexpected reply {line[:40]!r}")
-        size = int(line[1:])
+        size = number(line[1:])
         if size < 0:
             return -1
         expected = sum(piece.nbytes for piece in pieces)
@@ -277,7 +291,7 @@ class Wire:
 
 def _integer(line: bytes) -> Any:
     if line[:1] == b":":
-        return int(line[1:])
+        return number(line[1:])
     if line[:1] == b"-":
         return Refused(line[1:].decode(errors="replace"))
     raise ProtocolError(f"unexpected reply {line[:40]!r}")

@@ -1,7 +1,7 @@
-"""Connections to a Redis server, or to the servers of a Sentinel group or a cluster, through redis-py.
+"""Connections to a Redis server, or to the servers of a Sentinel group or a cluster.
 
-redis-py knows addresses, TLS, authentication, Sentinel and clusters; its retries are off, since a caller's
-total deadline holds. What is learnt from the first connection decides which of the three it is.
+redis-py opens each connection: address, TLS, authentication, database; its retries are off, since a caller's
+total deadline holds. Which of the three it is, the URL and the first server tell.
 """
 
 import contextlib
@@ -12,24 +12,22 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from redis.backoff import NoBackoff
-from redis.cluster import RedisCluster
 from redis.connection import Connection, SSLConnection, parse_url
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     NoPermissionError,
-    RedisError,
     ResponseError,
 )
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
-from lmkv.backends.resp import Refused, Watchdog, Wire, command
+from lmkv.backends.resp import ProtocolError, Refused, Watchdog, Wire, command, number
 from lmkv.config import ConfigError, RedisConfig, redact_url
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,12 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 1.0
 #: Idle connections kept for each server: one for each thread of `lmkv.below` that may talk at once.
 MAX_IDLE = 12
+#: After a server failed the cluster is asked at most this often who holds its slots now.
+REFRESH_S = 1.0
 #: The oldest server that has everything used here.
 MIN_VERSION = (6, 0)
+#: Of redis-py's keywords those that are for the servers, not for the Sentinels before them.
+_LOGIN = ("username", "password", "db")
 
 
 class Address(NamedTuple):
@@ -71,11 +73,17 @@ class Servers:
         self._options, self._hosts, self._service = _options(config)
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Wire]] = {}
+        self._closed = False
         self._pid = os.getpid()
-        self._cluster: RedisCluster | None = None
         self._is_cluster: bool | None = None  # None: not known yet
+        #: Which server of the cluster holds each slot, and all that hold one.
+        self._slots: list[Address | None] = []
+        self._nodes: list[Address] = []
+        #: Since a server failed its slots may have gone to another.
+        self._stale = False
+        self._next_refresh = 0.0
         self._master: Address | None = None
-        self.reconnects = 0
+        self.connections = 0
 
     # -- where a key lies
 
@@ -87,52 +95,69 @@ class Servers:
 
     def address(self, name: bytes, deadline: float) -> Address:
         """The server of a cluster that holds the key `name`. Raises OSError."""
-        if self._cluster is None:
+        if not self._slots or (self._stale and time.monotonic() > self._next_refresh):
             self.refresh(deadline)
-        assert self._cluster is not None
-        node = self._cluster.get_node_from_key(name)
-        if node is None:
+        address = self._slots[key_slot(name)]
+        if address is None:
             raise ConnectionError("no server of the cluster holds the key's slot")
-        return Address(str(node.host), int(node.port))
+        return address
 
     def refresh(self, deadline: float) -> None:
-        """Learn anew which server holds what. Raises OSError."""
+        """Learn anew which server holds what. Raises OSError.
+
+        redis-py's own cluster and Sentinel clients bound every receive, not the whole: hence without them.
+        """
         self._master = None
         if not self._is_cluster:
             return
-        # redis-py asks the nodes itself; each of its steps is bounded by the socket's time-out.
-        host, port = self._hosts[0]
-        known = self._cluster
-        timeout_s = max(0.05, min(CONNECT_S, deadline - time.monotonic()))
-        options = self._options | {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
-        for name in ("db", "retry"):  # a cluster has one database, and takes its retries by itself
-            options.pop(name, None)
-        with _as_oserror():
-            if known is not None:
-                known.nodes_manager.initialize()
-                return
-            cluster = RedisCluster(
-                host=host,
-                port=port,
-                ssl=self._tls,
-                cluster_error_retry_attempts=0,
-                retry=Retry(NoBackoff(), 0),
-                require_full_coverage=False,
-                **options,
-            )
-        self._cluster = cluster
+        self._next_refresh = time.monotonic() + REFRESH_S
+        problem: object = None
+        for asked in dict.fromkeys((*self._nodes, *self._hosts)):
+            try:
+                with self.connection(asked, _half_way(deadline)) as wire:
+                    wire.send([command(b"CLUSTER", b"SLOTS")])
+                    reply = wire.reply()
+                self._slots, self._nodes = _slots(reply, asked)
+            except (OSError, ProtocolError) as error:
+                problem = error
+                continue
+            self._stale = False
+            return
+        raise ConnectionError(f"no server of the cluster says which of them holds what: {problem}")
 
     def _first(self, deadline: float) -> Address:
         if self._service is None:
             return self._hosts[0]
         if self._master is None:
-            timeout_s = max(0.05, min(CONNECT_S, deadline - time.monotonic()))
-            options = {name: value for name, value in self._options.items() if name.startswith("ssl")}
-            options |= {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "ssl": self._tls}
-            with _as_oserror():
-                sentinel = Sentinel(self._hosts, sentinel_kwargs=options)
-                self._master = Address(*sentinel.discover_master(self._service))
+            self._master = self._discover(self._service, deadline)
         return self._master
+
+    def _discover(self, service: str, deadline: float) -> Address:
+        """Ask the Sentinels, see https://redis.io/docs/latest/develop/reference/sentinel-clients/."""
+        options = {name: value for name, value in self._options.items() if name not in _LOGIN}
+        problem: object = None
+        unknown = 0
+        for asked in self._hosts:
+            until = _half_way(deadline)
+            try:
+                wire = self.connect(asked, until, options)
+                try:
+                    with self.watchdog.watch(wire, until):
+                        wire.send([command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())])
+                        reply = wire.reply()
+                finally:
+                    wire.close()
+            except (OSError, ProtocolError) as error:
+                problem = error
+                continue
+            if isinstance(reply, list) and len(reply) == 2:
+                return _node(reply, asked)
+            problem = reply
+            unknown += reply is None
+        if unknown == len(self._hosts):
+            fix = "name the service as `sentinel monitor` does."
+            raise ConfigError("[redis] url", f"{self.shown}: Sentinel knows no service {service!r}.", fix)
+        raise ConnectionError(f"no Sentinel names the master of {service!r}: {problem}")
 
     # -- connections
 
@@ -144,37 +169,43 @@ class Servers:
         """
         wire = None
         try:
-            wire = self._borrow(address) or self.connect(address, deadline)
+            wire = self._borrow(address) or self.connect(address, deadline, self._options)
             with self.watchdog.watch(wire, deadline):
                 yield wire
-        except BaseException:
+        except BaseException as error:
             if wire is not None:
                 wire.close()
-            self._master = None  # a Sentinel may have chosen another
+            self._master = None  # a Sentinel, or the cluster, may have chosen another
+            self._stale = True
+            if wire is not None and wire.aborted and isinstance(error, OSError):
+                raise TimeoutError("no answer before the deadline") from None
             raise
         self._give_back(address, wire)
 
-    def connect(self, address: Address, deadline: float) -> Wire:
+    def connect(self, address: Address, deadline: float, options: dict[str, Any]) -> Wire:
         """A new connection, ready for commands. Raises OSError, ConfigError for what no waiting mends."""
-        options = self._options | {"host": address.host, "port": address.port}
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("no time left to connect")
-        options["socket_connect_timeout"] = options["socket_timeout"] = min(CONNECT_S, left)
-        connection = (SSLConnection if self._tls else Connection)(**options)
+        connection = self._connection(address, options, min(CONNECT_S, left))
         try:
             with self.watchdog.watch(_Handshake(connection), min(deadline, time.monotonic() + CONNECT_S)):
                 connection.connect()
         except Exception as error:  # noqa: BLE001  # whatever redis-py raises: there is no connection
             connection.disconnect()
-            problem = _fatal(error)
-            if problem is None and self._tls:
-                problem = _alert(options)
-            if problem is not None:
+            if (problem := _fatal(error)) is not None:
                 raise problem from None
-            raise ConnectionError(f"{self.shown}: {_text(error)}") from None
-        self.reconnects += 1
+            raise ConnectionError(_text(error)) from None
+        with self._lock:
+            self.connections += 1
         return Wire(connection)
+
+    def _connection(
+        self, address: Address, options: dict[str, Any], timeout_s: float, **more: Any
+    ) -> Connection:
+        kind = SSLConnection if self._tls else Connection
+        times = {"socket_connect_timeout": timeout_s, "socket_timeout": timeout_s}
+        return kind(**(options | address._asdict() | times | more))
 
     def _borrow(self, address: Address) -> Wire | None:
         with self._lock:
@@ -191,7 +222,7 @@ class Servers:
     def _give_back(self, address: Address, wire: Wire) -> None:
         with self._lock:
             idle = self._idle.setdefault(address, [])
-            if wire.quiet and len(idle) < MAX_IDLE:
+            if wire.quiet and len(idle) < MAX_IDLE and not self._closed:
                 idle.append(wire)
                 return
         wire.close()
@@ -199,60 +230,62 @@ class Servers:
     def close(self) -> None:
         """Close what is idle; what is in use closes when it is given back."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, {}
         for wires in idle.values():
             for wire in wires:
                 wire.close()
-        if self._cluster is not None:
-            self._cluster.close()
 
     # -- what the server says
 
     def info(self, deadline: float) -> ServerInfo:
-        """Facts about the first server. Raises OSError, ConfigError, Refused."""
+        """Facts about the first server. Raises OSError, ConfigError, Refused, ProtocolError."""
         address = self._first(deadline)
-        wire = self.connect(address, deadline)
+        fields: dict[str, str] = {}
         try:
-            with self.watchdog.watch(wire, deadline):
-                fields: dict[str, str] = {}
+            with self.connection(address, deadline) as wire:
                 for section in (b"server", b"memory", b"cluster"):
                     wire.send([command(b"INFO", section)])
-                    text = wire.reply()
-                    if isinstance(text, Refused):
-                        raise text
-                    for line in text.decode(errors="replace").splitlines():
-                        name, _, value = line.partition(":")
-                        fields[name] = value
+                    fields |= _fields(wire.reply())
         except Refused as error:
-            wire.close()
             if error.kind in ("NOAUTH", "NOPERM", "WRONGPASS"):
                 raise _refused_login(error) from None
             raise
         except OSError:
-            wire.close()
-            if self._tls and (problem := _alert(self._options | address._asdict())):
+            if self._tls and (problem := self._alert(address)):
                 raise problem from None
             raise
-        except BaseException:
-            wire.close()
-            raise
-        self._give_back(address, wire)
         self._is_cluster = fields.get("cluster_enabled") == "1"
         return ServerInfo(
             fields.get("redis_version", "0"),
             self._is_cluster,
-            int(fields.get("maxmemory", 0)),
+            number(fields.get("maxmemory", "0")),
             fields.get("maxmemory_policy", "unknown"),
-            int(fields.get("total_system_memory", 0)),
+            number(fields.get("total_system_memory", "0")),
         )
 
     def nodes(self, deadline: float) -> list[Address]:
         """All servers that hold keys. Raises OSError."""
-        if self._is_cluster and self._cluster is None:
+        if (only := self.only(deadline)) is not None:
+            return [only]
+        if not self._nodes:
             self.refresh(deadline)
-        if self._cluster is None:
-            return [self._first(deadline)]
-        return [Address(str(node.host), int(node.port)) for node in self._cluster.get_primaries()]
+        return self._nodes
+
+    def _alert(self, address: Address) -> ConfigError | None:
+        """Why a server ends TLS right after the handshake, if it says so.
+
+        TLS 1.3 lets it say that after the client has begun to send, which then fails without a reason.
+        """
+        listen = {"redis_connect_func": lambda connected: connected._sock.recv(1)}
+        connection = self._connection(address, self._options, CONNECT_S, **listen)
+        try:
+            connection.connect()
+        except Exception as error:  # noqa: BLE001  # as in `connect`
+            return _fatal(error)
+        finally:
+            connection.disconnect()
+        return None
 
 
 class _Handshake:
@@ -360,13 +393,54 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-@contextlib.contextmanager
-def _as_oserror() -> Iterator[None]:
-    """redis-py's errors as the ConnectionError that callers expect."""
+def _half_way(deadline: float) -> float:
+    """Half of the time left is for one of several servers that may answer."""
+    now = time.monotonic()
+    return now + (deadline - now) / 2
+
+
+def _fields(reply: Any) -> dict[str, str]:
+    """What INFO says. Raises Refused, ProtocolError."""
+    if isinstance(reply, Refused):
+        raise reply
+    if not isinstance(reply, bytes):
+        raise ProtocolError("INFO is answered by something else")
+    lines = reply.decode(errors="replace").splitlines()
+    return {name: value for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _slots(reply: Any, asked: Address) -> tuple[list[Address | None], list[Address]]:
+    """Of CLUSTER SLOTS: the server of each slot, and all of them. Raises ProtocolError."""
+    if isinstance(reply, Refused):
+        raise ProtocolError(str(reply))
+    slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+    nodes: dict[Address, None] = {}
     try:
-        yield
-    except RedisError as error:
-        raise ConnectionError(_text(error)) from None
+        for first, last, node, *_ in reply:
+            address = _node(node, asked)
+            nodes[address] = None
+            for slot in range(first, last + 1):
+                slots[slot] = address
+    except (TypeError, ValueError, IndexError):
+        raise ProtocolError("CLUSTER SLOTS is answered by something else") from None
+    return slots, list(nodes)
+
+
+def _node(words: Sequence[Any], asked: Address) -> Address:
+    """Of host and port; a server that does not know its own address leaves the host away.
+
+    Raises ProtocolError.
+    """
+    host, port = words[:2]
+    if not isinstance(host, bytes | None):
+        raise ProtocolError(f"{host!r} instead of a host")
+    return Address(host.decode(errors="replace") if host else asked.host, number(port))
+
+
+def redirected(refused: Refused, asked: Address) -> Address:
+    """Where "MOVED 3999 127.0.0.1:6381" or ASK sends to. Raises ProtocolError."""
+    host, _, port = str(refused).split(" ")[-1].rpartition(":")
+    return _node((host.encode(), port), asked)
 
 
 def _text(error: BaseException) -> str:
@@ -383,21 +457,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _refused_login(error: BaseException) -> ConfigError:
     fix = "set LMKV_REDIS_PASSWORD, or [redis] password_file, and [redis] username; see the server's ACL."
     return ConfigError("[redis] password", f"the server refuses the login: {_text(error)}.", fix)
-
-
-def _alert(options: dict[str, Any]) -> ConfigError | None:
-    """Why a server ends TLS right after the handshake, if it says so.
-
-    TLS 1.3 lets it say that after the client has begun to send, which then fails without a reason.
-    """
-    connection = SSLConnection(**options, redis_connect_func=lambda connected: connected._sock.recv(1))
-    try:
-        connection.connect()
-    except Exception as error:  # noqa: BLE001  # as in `connect`
-        return _fatal(error)
-    finally:
-        connection.disconnect()
-    return None
 
 
 def _fatal(error: BaseException) -> ConfigError | None:

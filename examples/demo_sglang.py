@@ -48,7 +48,8 @@ class Answer:
 class Server:
     """One `sglang.launch_server` process group."""
 
-    def __init__(self, model: Path, directory: Path, log: Path) -> None:
+    def __init__(self, model: Path, lmkv: dict[str, str], log: Path) -> None:
+        """`lmkv`: its settings, environment variables."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -63,11 +64,7 @@ class Server:
             # SGLang's default goes on without what was not read by the time the request could run.
             *("--hicache-storage-prefetch-policy", "wait_complete"),
         ]
-        environment = os.environ | {
-            "LMKV_FILE_PATH": str(directory),
-            "LMKV_FILE_CAPACITY": "4GiB",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = os.environ | lmkv | {"HF_HUB_OFFLINE": "1"}
         if torch.cuda.is_available():
             command.append("--disable-cuda-graph")
         else:
@@ -129,10 +126,10 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, directory: Path, log: Path, what: str) -> Iterator[Server]:
+def serving(model: Path, lmkv: dict[str, str], log: Path, what: str) -> Iterator[Server]:
     """A server that is killed at the end, however the block is left."""
     print(f"{what} ...", flush=True)
-    server = Server(model, directory, log)
+    server = Server(model, lmkv, log)
     try:
         server.wait_until_ready()
         server.ask([1, 2, 3])  # first-use costs of the engine; too short to be cached
@@ -171,14 +168,14 @@ def main() -> None:
     prompts = prompts_for(args.model)
 
     with tempfile.TemporaryDirectory(prefix="lmkv-demo-", dir=args.out.parent) as scratch:
-        directory = args.dir or Path(scratch) / "kv"
-        with serving(args.model, directory, log, f"starting SGLang with lmkv (log: {log})") as server:
+        lmkv = {"LMKV_FILE_PATH": str(args.dir or Path(scratch) / "kv"), "LMKV_FILE_CAPACITY": "4GiB"}
+        with serving(args.model, lmkv, log, f"starting SGLang with lmkv (log: {log})") as server:
             page = server.page_size()
             cold = run_phase(server, "cold", prompts)
             host = run_phase(server, "host", prompts)
             server.flush()
             print("killing the engine with SIGKILL", flush=True)
-        with serving(args.model, directory, log, "starting a new engine on the same directory") as server:
+        with serving(args.model, lmkv, log, "starting a new engine on the same directory") as server:
             restart = run_phase(server, "restart", prompts)
 
     tokens = [answer.tokens for answer in cold]

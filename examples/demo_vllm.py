@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -64,19 +65,15 @@ class Phase:
 class Server:
     """One `vllm serve` process group."""
 
-    def __init__(self, model: Path, directory: Path, log: Path) -> None:
+    def __init__(self, model: Path, lmkv: dict[str, Any], log: Path, role: str = "kv_both") -> None:
+        """`lmkv`: its settings."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         transfer = {
             "kv_connector": "LMKVConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmkv": {
-                    "host": {"capacity": "2GiB"},
-                    "file": {"path": str(directory), "capacity": "4GiB"},
-                }
-            },
+            "kv_role": role,
+            "kv_connector_extra_config": {"lmkv": lmkv},
         }
         command = [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
@@ -95,7 +92,8 @@ class Server:
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REQUEST_TIMEOUT_S)
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S)
 
     def wait_until_ready(self) -> None:
         """Block until the server answers; raise with the log's place if it died."""
@@ -155,7 +153,7 @@ class Server:
         raise SystemExit("vLLM does not tell its block size")
 
     def wait_until_written(self) -> None:
-        """Block until nothing waits to be written to the NVMe tier."""
+        """Block until nothing waits to be written below host memory."""
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
         while time.monotonic() < deadline:
             counters = self.counters()
@@ -163,7 +161,7 @@ class Server:
             if stored and counters.get("lmkv_pending_writes", 1) == 0:
                 return
             time.sleep(0.2)
-        raise SystemExit("the NVMe tier did not take the chunks in time")
+        raise SystemExit("the tier below did not take the chunks in time")
 
     def kill(self) -> None:
         """SIGKILL everything the server started: no shutdown code runs."""
@@ -175,10 +173,12 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, directory: Path, log: Path, what: str) -> Iterator[Server]:
+def serving(
+    model: Path, lmkv: dict[str, Any], log: Path, what: str, role: str = "kv_both"
+) -> Iterator[Server]:
     """A server that is killed at the end, however the block is left."""
     print(f"{what} ...", flush=True)
-    server = Server(model, directory, log)
+    server = Server(model, lmkv, log, role)
     try:
         server.wait_until_ready()
         server.ask([1, 2, 3])  # first-use costs of the engine; too short to be cached
@@ -230,8 +230,9 @@ def main() -> None:
     prompts = prompts_for(args.model)
 
     with tempfile.TemporaryDirectory(prefix="lmkv-demo-", dir=args.out.parent) as scratch:
-        directory = args.dir or Path(scratch) / "kv"
-        with serving(args.model, directory, log, f"starting vLLM with lmkv (log: {log})") as server:
+        file = {"path": str(args.dir or Path(scratch) / "kv"), "capacity": "4GiB"}
+        lmkv = {"host": {"capacity": "2GiB"}, "file": file}
+        with serving(args.model, lmkv, log, f"starting vLLM with lmkv (log: {log})") as server:
             block = server.block_size()
             cold = run_phase(server, "cold", prompts)
             server.wait_until_written()
@@ -239,7 +240,7 @@ def main() -> None:
             host = run_phase(server, "host", prompts)
             server.wait_until_written()
             print("killing the engine with SIGKILL", flush=True)
-        with serving(args.model, directory, log, "starting a new engine on the same directory") as server:
+        with serving(args.model, lmkv, log, "starting a new engine on the same directory") as server:
             restart = run_phase(server, "restart", prompts)
 
     identical = [a.tokens for a in cold.answers] == [a.tokens for a in host.answers] and [

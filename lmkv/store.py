@@ -51,6 +51,8 @@ FLUSH_S = 5.0
 
 #: How often a request that waits for another engine has a server asked again.
 WAIT_POLL_S = 0.02
+#: Pauses of an engine that waits for another one, and for its own reads.
+_REST_S, _SHORT_REST_S = 0.004, 0.0005
 #: One in so many of all slots is kept ready to be evicted where chunks are demoted.
 _DEMOTE_SHARE = 8
 
@@ -597,6 +599,14 @@ class Store:
                     self._finish_ask(below, below.asks, job)
         if self._parked:
             self._free_parked(min(rank.watermark for rank in self._ranks))
+
+    @property
+    def rest_s(self) -> float:
+        """How long the engine may pause when it has nothing to compute: not, if no request waits."""
+        waits = [request.wait_until is not None for request in self._waiting if request.deadline is not None]
+        if not waits:
+            return 0.0
+        return _REST_S if all(waits) else _SHORT_REST_S
 
     @property
     def pending_work(self) -> bool:

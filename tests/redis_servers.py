@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import select
 import shutil
 import signal
@@ -23,9 +24,16 @@ START_TIMEOUT_S = 30
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that is free together with the port 10,000 above it, where a node of a cluster listens too.
+
+    None of those that the system gives to connections by itself.
+    """
+    while True:
+        port = random.randrange(11_000, 22_000)
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            return port
 
 
 class Server:
@@ -39,9 +47,9 @@ class Server:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self.port = port or free_port()
-        self.options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(directory)} | {
-            name.replace("_", "-"): value for name, value in options.items()
-        }
+        self.options = {"port": str(self.port), "bind": "127.0.0.1", "save": "", "dir": str(directory)}
+        self.options |= {"repl-diskless-sync-delay": "0"}  # else a replica waits for others for 5 s
+        self.options |= {name.replace("_", "-"): value for name, value in options.items()}
         self._command = [program]
         for name, value in self.options.items():
             self._command += [f"--{name}", *(value.split() if value else [""])]
@@ -112,6 +120,8 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.slow = threading.Event()
+        #: Changes what the server sends while it is set.
+        self.garble: random.Random | None = None
         self._closed = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -134,11 +144,28 @@ class Proxy:
                         return
                     if ready is server and self.slow.is_set():
                         time.sleep(0.05)
+                    if ready is server and self.garble is not None:
+                        data = garbled(data, self.garble)
                     (client if ready is server else server).sendall(data)
 
     def close(self) -> None:
         self._closed = True
         self._listener.close()
+
+
+def garbled(data: bytes, chance: random.Random) -> bytes:
+    """Once in four times with a byte changed, or some bytes lost or added, mostly near the beginning."""
+    at = chance.randrange(min(len(data), chance.choice([8, 300, 1 << 20])))
+    some = chance.randbytes(chance.choice([1, 2, 9]))
+    match chance.randrange(12):
+        case 0:
+            return data[:at] + some[:1] + data[at + 1 :]
+        case 1:
+            return data[:at] + data[at + len(some) :]
+        case 2:
+            return data[:at] + some + data[at:]
+        case _:
+            return data
 
 
 @contextlib.contextmanager
@@ -152,7 +179,7 @@ def running(directory: Path, **options: Any) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
+def cluster(directory: Path, nodes: int = 3, node_timeout_ms: int = 2000) -> Iterator[list[Server]]:
     """A cluster whose slots are spread evenly, without replicas."""
     tool = redis_server.find("redis-cli")
     if tool is None:
@@ -164,7 +191,7 @@ def cluster(directory: Path, nodes: int = 3) -> Iterator[list[Server]]:
                     directory / f"node{number}",
                     cluster_enabled="yes",
                     cluster_config_file="nodes.conf",
-                    cluster_node_timeout="2000",
+                    cluster_node_timeout=str(node_timeout_ms),
                 )
             )
             for number in range(nodes)

@@ -1,8 +1,10 @@
 """The Redis tier on real servers: the conformance suite, and what servers and neighbours do to it."""
 
+import contextlib
 import logging
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +15,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 
 from lmkv.backends.redis import RedisTier
-from lmkv.backends.servers import MAX_IDLE, Servers
+from lmkv.backends.servers import MAX_IDLE, Address, Servers
 from lmkv.config import Config, ConfigError, RedisConfig, Size, Url, load
 from lmkv.record import HEADER_BYTES
 from lmkv.testing import TierConformance, chunk_bytes, chunk_key, run_threads
@@ -56,11 +59,12 @@ def all_of(status: Status, wanted: dict[bytes, bytes]) -> list[Status]:
     return [status] * len(wanted)
 
 
-@pytest.fixture(scope="module", params=[7, 6])
-def any_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("redis")
+@pytest.fixture(scope="class")
+def shared_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     limits = {"maxmemory": "64mb", "maxmemory_policy": "allkeys-lru"}
-    with running(directory, version=request.param, **limits) as server:
+    with running(tmp_path_factory.mktemp("redis"), version=request.cls.version, **limits) as server:
         yield server
 
 
@@ -77,12 +81,12 @@ class Conformance(TierConformance):
     #: jemalloc's classes are an eighth apart at most, and a name has 150 bytes.
     overhead_bytes_per_chunk = 80 * 2**10
     part_bytes = PART
+    version = 7
+    server: Server
 
     @pytest.fixture(autouse=True)
-    def _server(self, any_server: Server) -> None:
-        type(self).server = any_server
-
-    server: Server
+    def _server(self, shared_server: Server) -> None:
+        type(self).server = shared_server
 
     def make_tier(self, tmp_path: Path) -> RedisTier:
         if not (tmp_path / "begun").exists():
@@ -106,9 +110,10 @@ class TestParts(Conformance):
 
 
 class TestWhole(Conformance):
-    """Each chunk in one value."""
+    """Each chunk in one value, on a server of version 6."""
 
     part_bytes = 4 * 2**20
+    version = 6
 
 
 # --- sharing
@@ -218,6 +223,10 @@ def test_a_part_that_the_server_evicted_is_a_miss_and_the_chunk_can_be_stored_ag
         assert tier.contains(list(wanted)).count(True) == 2
         assert tier.stats().counters["parts_missing"] - before["parts_missing"] == 2
         assert tier.stats().counters["corrupt"] == 0
+    assert put(tier, wanted) == all_of(Status.OK, wanted)
+    assert get(tier, wanted) == all_of(Status.OK, wanted)
+    # Who only writes heals it too: its readers may not.
+    client.delete(*gone)
     assert put(tier, wanted) == all_of(Status.OK, wanted)
     assert get(tier, wanted) == all_of(Status.OK, wanted)
     tier.close()
@@ -457,6 +466,116 @@ def test_a_forked_child_uses_connections_of_its_own(server: Server) -> None:
     tier.close()
 
 
+def test_garbled_replies_are_never_served(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are changed, lost or added on the way from the server."""
+    monkeypatch.setattr("lmkv.backends.redis.DEADLINE_S", 0.05)
+    proxy = Proxy(server.port)
+    tier = RedisTier(settings(f"redis://127.0.0.1:{proxy.port}/0"))
+    wanted = chunks(3)
+    keys = list(wanted)
+    assert put(tier, wanted) == all_of(Status.OK, wanted)
+    proxy.garble = random.Random(1)
+    outcomes = set()
+    for turn in range(300):
+        outcomes.update(get(tier, wanted))  # looks at the bytes of what is OK
+        tier.put([chunk_key(turn % 7 + 100)], [memoryview(bytes(100))])
+        tier.remove([chunk_key(turn % 7 + 100)])
+        with contextlib.suppress(Unavailable):
+            assert len(tier.contains(keys)) == 3
+    assert outcomes >= {Status.OK, Status.UNAVAILABLE, Status.CORRUPT}
+    proxy.garble = None
+    monkeypatch.undo()
+    assert put(tier, wanted) == all_of(Status.OK, wanted)
+    assert get(tier, wanted) == all_of(Status.OK, wanted)
+    tier.close()
+    proxy.close()
+
+
+MALFORMED = [
+    *(
+        b":x\r\n",
+        b"$9999999999999\r\n",
+        b"$x\r\n",
+        b"?\r\n",
+        b"\r\n",
+        b"-\r\n",
+        b"+OK\r\n",
+        b"*-1\r\n",
+        b"$-1\r\n",
+    ),
+    *(b"-MOVED\r\n", b"-MOVED 1 nowhere:x\r\n", b"-ASK 1 [::\r\n", b"$3\r\nabcde", b"*1\r\n:1\r\n"),
+    *(b"*2\r\n" * 99, b"x" * 70_000, b":" + b"9" * 5000 + b"\r\n"),
+]
+
+
+@pytest.mark.parametrize("reply", MALFORMED, ids=range(len(MALFORMED)))
+def test_no_reply_is_more_than_an_error(
+    server: Server, reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmkv.backends.redis.DEADLINE_S", 0.05)
+    tier = open_tier(server)
+    put(tier, chunks(2))
+    one = chunks(1, length=10, first=20)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # The next connection is to somebody who knows one answer.
+        def answer() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer, contextlib.suppress(OSError):
+                    while peer.recv(1 << 16):
+                        peer.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        tier._servers._hosts = [Address("127.0.0.1", listener.getsockname()[1])]
+        for wanted in (one, chunks(2)):
+            assert Status.OK not in get(tier, wanted)
+            tier.put(list(wanted), [memoryview(content) for content in wanted.values()])
+            tier.remove(list(wanted))
+            with contextlib.suppress(Unavailable):
+                tier.contains(list(wanted))
+        with contextlib.suppress(Unavailable):
+            tier.usage(0.05)
+        listener.shutdown(socket.SHUT_RDWR)
+    tier.close()
+
+
+def test_a_replica_is_read_and_stores_nothing(tmp_path: Path, server: Server) -> None:
+    with running(tmp_path / "replica", replicaof=f"127.0.0.1 {server.port}", maxmemory="100mb") as replica:
+        tier, copy = open_tier(server), open_tier(replica)
+        wanted = chunks(3)
+        put(tier, wanted)
+        deadline = time.monotonic() + 30
+        while replica.client().dbsize() < 12:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert get(copy, wanted) == all_of(Status.OK, wanted)
+        assert put(copy, chunks(1, first=10)) == [Status.REJECTED]
+        assert copy.remove(list(wanted)) == all_of(Status.UNAVAILABLE, wanted)
+        assert copy.contains(list(wanted)) == [True] * 3
+        tier.close()
+        copy.close()
+
+
+def test_what_a_user_of_the_server_needs_to_be_allowed(server: Server) -> None:
+    words = "get mget set exists unlink getrange strlen multi exec info scan"
+    commands = [f"+{word}" for word in words.split()]
+    server.client().acl_setuser("lmkv", True, passwords=["+geheim"], keys=["lmkv:*"], commands=commands)
+    config = {"redis": {"url": server.url, "part_size": PART, "username": "lmkv"}}
+    tier = RedisTier(load(config, {"LMKV_REDIS_PASSWORD": "geheim"}).redis)
+    wanted = chunks(3) | chunks(2, length=10, first=10)
+    assert put(tier, wanted) == get(tier, wanted) == all_of(Status.OK, wanted)
+    assert tier.contains(list(wanted)) == [True] * 5
+    assert sum(count for count, _ in tier.usage().values()) == 5
+    server.client().acl_setuser("lmkv", True, commands=["-set"])
+    assert put(tier, chunks(1, first=50)) == [Status.REJECTED]
+    assert get(tier, wanted) == all_of(Status.OK, wanted)
+    assert tier.remove(list(wanted)) == all_of(Status.OK, wanted)
+    tier.close()
+
+
 # --- settings
 
 
@@ -638,6 +757,41 @@ def test_a_cluster_that_is_resharded_meanwhile(tmp_path: Path) -> None:
         tier.close()
 
 
+def test_a_replica_that_takes_over_its_part_of_a_cluster_is_found(tmp_path: Path) -> None:
+    options = {"cluster_enabled": "yes", "cluster_config_file": "nodes.conf", "cluster_node_timeout": "1000"}
+    with cluster(tmp_path, node_timeout_ms=1000) as servers, running(tmp_path / "spare", **options) as spare:
+        tier = open_tier(servers[2])
+        wanted = chunks(40)
+        assert put(tier, wanted) == all_of(Status.OK, wanted)
+        lost = servers[0].client()
+        spare.client().execute_command("CLUSTER MEET", "127.0.0.1", servers[0].port)
+        name = lost.execute_command("CLUSTER MYID")
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(redis.ResponseError):  # it does not know that node yet
+                spare.client().execute_command("CLUSTER REPLICATE", name)
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        while spare.client().info("replication")["master_link_status"] != "up":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for server in (*servers, spare):  # who did not hear of the others does not vote, or is not voted for
+            while True:
+                nodes = server.client().execute_command("CLUSTER NODES")
+                if len(nodes) == 4 and "slave" in str(nodes.get(f"127.0.0.1:{spare.port}")):
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        servers[0].kill()
+        while get(tier, wanted) != all_of(Status.OK, wanted):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        more = chunks(40, first=100)
+        assert put(tier, more) == all_of(Status.OK, more)
+        tier.close()
+
+
 def test_sentinel_names_the_master_also_after_a_failover(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -646,7 +800,10 @@ def test_sentinel_names_the_master_also_after_a_failover(
         with running(tmp_path / "two", **replica) as second:
             watcher = SentinelServer(tmp_path / "sentinel", first)
             request.addfinalizer(watcher.kill)
-            tier = RedisTier(settings(f"redis+sentinel://127.0.0.1:{watcher.port}/main/0"))
+            with pytest.raises(ConfigError, match=r"\[redis\] url: .*knows no service 'mian'"):
+                RedisTier(settings(f"redis+sentinel://127.0.0.1:{watcher.port}/mian/0"))
+            hosts = f"127.0.0.1:{free_port()},127.0.0.1:{watcher.port}"  # the first Sentinel is down
+            tier = RedisTier(settings(f"redis+sentinel://{hosts}/main/0"))
             wanted = chunks(3)
             assert put(tier, wanted) == all_of(Status.OK, wanted)
             assert first.client().dbsize() == 12

@@ -302,10 +302,12 @@ def test_without_files_demoted_chunks_come_from_host_memory() -> None:
 def test_a_request_waits_for_another_engine_to_store_its_chunks(shared: Shared) -> None:
     producer, consumer = shared.engine(), shared.engine()
     request = consumer.store.new_request(wait_s=2.0)
+    assert consumer.store.rest_s == 0
     for _ in range(5):
         consumer.now += 0.1
         assert consumer.ask(request, keys(1, 2)) == [UNKNOWN, UNKNOWN]
         consumer.step()
+        assert consumer.store.rest_s > 0
     producer.prompt(1)
     consumer.now += WAIT_POLL_S + 0.001
     for expected in ([UNKNOWN, UNKNOWN], [PENDING, UNKNOWN], [HIT, UNKNOWN]):

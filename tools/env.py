@@ -5,6 +5,8 @@
                                    has a vLLM and a CUDA device, that one with lmkv laid over it, untouched
     python3 -m tools.env sglang    an SGLang engine, in the same way
 
+`--existing` before a name makes nothing: it prints nothing where there is no such environment yet.
+
 After an engine's name may stand other pins (`sglang==0.5.20 xgrammar==0.1.32`): they replace those of
 requirements/, and the engine is then always the CPU build.
 
@@ -183,8 +185,14 @@ def environment(name: str, pins: Sequence[str] = ()) -> Path:
     return made(f"{name}-cuda" if name != "dev" and not pins and has_cuda(name) else name, pins)
 
 
-def made(kind: str, pins: Sequence[str]) -> Path:
-    """The interpreter of an environment of this kind, made if it is not there yet."""
+def is_made(name: str) -> bool:
+    """Whether the environment `name` is there."""
+    kind = f"{name}-cuda" if name != "dev" and has_cuda(name) else name
+    return (place(kind, ()) / "complete").exists()
+
+
+def place(kind: str, pins: Sequence[str]) -> Path:
+    """Where an environment of this kind is, or would be."""
     digest = hashlib.sha256(f"{RECIPE} {sys.version} {sys.base_prefix}".encode())
     if kind.endswith("-cuda"):
         digest.update(sys.prefix.encode())
@@ -194,7 +202,12 @@ def made(kind: str, pins: Sequence[str]) -> Path:
         for file in sorted(SGLANG_CPU.glob("*.py")):
             digest.update(file.read_bytes())
     digest.update("".join(f"\n{pin}" for pin in pins).encode())
-    path = cache_dir() / f"venv-{kind}-{digest.hexdigest()[:12]}"
+    return cache_dir() / f"venv-{kind}-{digest.hexdigest()[:12]}"
+
+
+def made(kind: str, pins: Sequence[str]) -> Path:
+    """The interpreter of an environment of this kind, made if it is not there yet."""
+    path = place(kind, pins)
     python = path / "bin" / "python"
     with locked(path.name):
         if not (path / "complete").exists():
@@ -212,11 +225,15 @@ def main() -> None:
     if sys.version_info < (3, 11):  # noqa: UP036  # the one file that the machine's own Python runs
         version = sys.version.split()[0]
         sys.exit(f"lmkv needs Python 3.11 or newer, this is {version}: make PYTHON=python3.11 ...")
-    name, *pins = sys.argv[1:] or [""]
+    arguments = sys.argv[1:]
+    if existing := arguments[:1] == ["--existing"]:
+        arguments = arguments[1:]
+    name, *pins = arguments or [""]
     if name not in ENGINES and (name != "dev" or pins):
         sys.exit(__doc__)
     try:
-        print(environment(name, pins))
+        if not existing or is_made(name):
+            print(environment(name, pins))
     except subprocess.CalledProcessError as error:
         sys.exit(f"failed: {' '.join(error.cmd)}")
 

@@ -33,12 +33,16 @@ except ImportError:  # before 0.32, see above
     UNKNOWN_SOURCE: Any = None
 else:
     #: vLLM's names for where a hit came from, by lmkv's tier names.
-    HIT_SOURCES = {"host": CacheHitSource.HOST, "file": CacheHitSource.DISK}
+    HIT_SOURCES = {
+        "host": CacheHitSource.HOST,
+        "file": CacheHitSource.DISK,
+        "redis": CacheHitSource.P2P,  # the nearest: what other engines have computed
+    }
     UNKNOWN_SOURCE = CacheHitSource.EXTERNAL_UNSPECIFIED
 #: The tier of claimed tokens whose KV was not loaded: the history before a window.
 NO_TIER = "window"
 #: A range of tokens whose chunks came from several tiers counts for the last of these.
-_OUTWARDS = (NO_TIER, "host", "file")
+_OUTWARDS = (NO_TIER, "host", "file", "redis")
 
 
 def vllm_version() -> str:

@@ -54,6 +54,8 @@ class LMKVConnector(OffloadingConnector):
         check_engine(vllm_config, config)
         check_groups(kv_cache_config, config)
         super().__init__(vllm_config, role, kv_cache_config)
+        #: Whether requests may wait for another engine's prefill: not those of the one that prefills.
+        self._awaits = self._kv_transfer_config.kv_role != "kv_producer"
         capacity = resolve_host_capacity(config.host)
         capacity -= capacity % SLOT_ALIGNMENT
         if self.connector_worker is not None:
@@ -71,7 +73,7 @@ class LMKVConnector(OffloadingConnector):
         (hashed by name and path), images (hashed by an id the client may choose), embeddings."""
         if request.lora_request is not None or request.mm_features or request.prompt_embeds is not None:
             self._manager.exclude(request.request_id)
-        elif seconds := wait_s(request.kv_transfer_params):
+        elif self._awaits and (seconds := wait_s(request.kv_transfer_params)):
             self._manager.expect(request.request_id, seconds)
         super().on_new_request(request)
 
@@ -84,9 +86,12 @@ class LMKVConnector(OffloadingConnector):
             self._manager.count_hit_tokens(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Also notes when the step began, for the gate."""
+        """Also notes when the step began, for the gate, and rests where all that is left is to wait."""
         self._manager.step_began(scheduler_output.num_scheduled_tokens.values())
-        return super().build_connector_meta(scheduler_output)
+        metadata = super().build_connector_meta(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            self._manager.rest()
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Also notes when the step was over."""

@@ -184,6 +184,12 @@ class LMKVManager(OffloadingManager):
         self._steps.append((prompt if 2 * prompt >= sum(scheduled_tokens) else 0, time.monotonic()))
 
     @guarded(lambda *_: None)
+    def rest(self) -> None:
+        """Pause a step that computes nothing: vLLM would go round as fast as it can, and take the processor
+        from the threads, or from the other engine, that are waited for."""
+        time.sleep(self._store.rest_s)
+
+    @guarded(lambda *_: None)
     def step_ended(self) -> None:
         """The oldest such step is over."""
         if not self._steps:

@@ -140,9 +140,14 @@ class Served:
         return [self.texts.pop(request_id) for request_id in ids]
 
     def submit(
-        self, prompt: list[int], max_tokens: int = 8, salt: str | None = None, lora: str | None = None
+        self,
+        prompt: list[int],
+        max_tokens: int = 8,
+        salt: str | None = None,
+        lora: str | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> str:
-        """Add a request without running it; returns its id."""
+        """Add a request without running it; returns its id. `transfer`: its `kv_transfer_params`."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.lora.request import LoRARequest
@@ -152,6 +157,8 @@ class Served:
         if salt is not None:
             inputs["cache_salt"] = salt
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+        if transfer is not None:
+            sampling.extra_args = {"kv_transfer_params": transfer}
         adapter = None if lora is None else LoRARequest("adapter", 1, lora)
         self.engine.add_request(request_id, inputs, sampling, lora_request=adapter)
         return request_id
@@ -197,7 +204,9 @@ class Served:
                 if before == self.counters() and before.get("lmkv_pending_writes", 0) == 0:
                     return
         store = self.connector._manager._store
-        while self.core.scheduler.has_requests() or any(below.reads.pending for below in store._below):
+        while self.core.scheduler.has_requests() or any(
+            executor.pending for below in store._below for executor in below.executors
+        ):
             self.core.step_fn()
             store.end_step()
             time.sleep(0.001)
@@ -212,6 +221,11 @@ class Served:
         while below.reads.breaker.trips == 0:
             self.core.step_fn()
             below.reads.poll()
+            time.sleep(0.05)
+
+    def wait_until_well(self) -> None:
+        """Wait until no tier is left alone any more."""
+        while any(executor.open for b in self.connector._manager._store._below for executor in b.executors):
             time.sleep(0.05)
 
     def close_breakers(self) -> None:
@@ -239,7 +253,8 @@ class Served:
         found = {}
         for sample in (sample for metric in registry.collect() for sample in metric.samples):
             if sample.name.startswith("lmkv_") and not sample.name.endswith("_created"):
-                labels = [sample.labels[name] for name in ("tier", "reason", "kind") if name in sample.labels]
+                names = ("tier", "event", "reason", "kind")
+                labels = [sample.labels[name] for name in names if name in sample.labels]
                 found[":".join((sample.name.removesuffix("_total"), *labels))] = sample.value
         return found
 

@@ -1,0 +1,207 @@
+"""Engines that share a Redis server, also while it is in trouble, and engines that prefill for others."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import EngineError, full_hit, prompt, same
+from tests.redis_servers import Server, running
+
+MODEL = "tiny-llama"
+BLOCK = 32
+OPTIONS: dict[str, Any] = {"block_size": BLOCK}
+IDS = prompt(1, 330)
+HIT = full_hit(len(IDS), BLOCK)
+#: Complete blocks of the prompt and the eight tokens of its answer.
+CHUNKS = (330 + 7) // BLOCK
+#: Steps of a request that waits for nothing: the prompt, and seven more tokens.
+STEPS = 8
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    limits = {"maxmemory": "3gb", "maxmemory_policy": "allkeys-lru", "proto_max_bulk_len": "2gb"}
+    with running(tmp_path / "redis", **limits) as server:
+        yield server
+
+
+def settings(server: Server, **redis: Any) -> dict[str, Any]:
+    return {"host": {"capacity": "64MiB"}, "redis": {"url": server.url} | redis}
+
+
+@pytest.fixture
+def expected(reference: Any) -> list[dict[str, Any]]:
+    return reference(MODEL, [IDS], **OPTIONS)  # type: ignore[no-any-return]
+
+
+def ask(engine: Any, expected: list[dict[str, Any]]) -> tuple[Any, int]:
+    """The prompt once more, with everything forgotten but what lies on the server: what lmkv counted
+    meanwhile, and how many steps it took."""
+    engine.flush()
+    engine.reset_prefix_cache()
+    engine.forget_host()
+    with engine.counting() as counted:
+        request = engine.submit(IDS)
+        steps = engine.run()
+        same([engine.answer(request)], expected)
+    return counted, steps
+
+
+def test_what_one_engine_computed_another_loads(start: Any, expected: Any, server: Server) -> None:
+    with start(MODEL, settings(server), **OPTIONS) as first:
+        with first.counting() as cold:
+            same(first.generate([IDS]), expected)
+        assert cold["lmkv_hit_tokens:redis"] == 0
+        assert cold["lmkv_stored_chunks:redis"] == server.client().dbsize() == CHUNKS
+        with start(MODEL, settings(server), **OPTIONS) as second, second.counting() as shared:
+            same(second.generate([IDS]), expected)
+    assert shared["lmkv_hit_tokens:redis"] == HIT
+    assert shared["lmkv_hit_tokens:host"] == 0
+    assert shared["lmkv_tier_events:redis:put_chunks"] == 0
+    assert server.client().dbsize() == CHUNKS
+
+
+def test_files_and_server_together(start: Any, expected: Any, server: Server, tmp_path: Path) -> None:
+    both = settings(server) | {"file": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
+    with start(MODEL, both, **OPTIONS) as engine:
+        same(engine.generate([IDS]), expected)
+        from_files, _ = ask(engine, expected)
+    assert from_files["lmkv_hit_tokens:file"] == HIT
+    with start(MODEL, settings(server), **OPTIONS) as engine, engine.counting() as from_server:
+        same(engine.generate([IDS]), expected)
+    assert from_server["lmkv_hit_tokens:redis"] == HIT
+
+
+def test_roles(start: Any, expected: Any, server: Server) -> None:
+    with start(MODEL, settings(server, role="read_only"), **OPTIONS) as engine:
+        same(engine.generate([IDS]), expected)
+    assert server.client().dbsize() == 0
+    with start(MODEL, settings(server, role="write_only"), **OPTIONS) as engine:
+        same(engine.generate([IDS]), expected)
+        again, steps = ask(engine, expected)
+    assert server.client().dbsize() == CHUNKS
+    assert again["lmkv_hit_tokens:redis"] == 0 and steps == STEPS
+
+
+def test_demoted_to_the_server(start: Any, reference: Any, server: Server) -> None:
+    small = {"host": {"capacity": "8MiB"}, "redis": {"url": server.url, "policy": "demote"}}
+    prompts = [prompt(seed, 330) for seed in range(20, 44)]
+    with start(MODEL, small, **OPTIONS) as engine:
+        for ids in prompts:
+            same(engine.generate([ids]), reference(MODEL, [ids], **OPTIONS))
+            engine.flush()
+        counters = engine.counters()
+        assert counters["lmkv_evictions"] > 0
+        stored = server.client().dbsize()
+        assert counters["lmkv_evictions"] <= stored < 24 * CHUNKS
+        engine.reset_prefix_cache()
+        with engine.counting() as again:
+            same(engine.generate([prompts[0]]), reference(MODEL, [prompts[0]], **OPTIONS))
+        assert again["lmkv_hit_tokens:redis"] == HIT
+
+
+def test_trouble(start: Any, expected: Any, server: Server) -> None:
+    """One engine, many troubles: every request is answered with the same tokens, waits at most once, and the
+    tier comes back by itself."""
+    with start(MODEL, settings(server), **OPTIONS) as engine:
+        same(engine.generate([IDS]), expected)
+
+        def well() -> None:
+            engine.wait_until_well()
+            found, _ = ask(engine, expected)
+            if found["lmkv_hit_tokens:redis"] != HIT:  # an empty server: it was stored anew just now
+                found, _ = ask(engine, expected)
+            assert found["lmkv_hit_tokens:redis"] == HIT
+
+        def given_up(trips: int) -> None:
+            first, _ = ask(engine, expected)
+            assert first["lmkv_hit_tokens:redis"] == 0
+            assert engine.counters()["lmkv_breaker_trips:redis"] == trips
+            for _ in range(2):
+                later, steps = ask(engine, expected)
+                assert steps == STEPS, "a request waited although the breaker is open"
+                assert later["lmkv_hit_tokens:redis"] == 0
+            assert engine.counters()["lmkv_breaker_trips:redis"] == trips
+
+        well()
+        server.kill()
+        given_up(1)
+        server.start()  # empty
+        well()
+        server.stop()
+        given_up(2)
+        server.go_on()
+        well()
+
+        client = server.client()
+        client.flushall()  # the engine believes that all is there
+        flushed, _ = ask(engine, expected)
+        assert flushed["lmkv_hit_tokens:redis"] == 0
+        assert flushed["lmkv_misses:miss"] > 0
+        well()
+
+        names = {name: client.get(name) for name in client.scan_iter("lmkv:*")}
+        damaged = sorted(names)[3]
+        client.set(damaged, bytes(len(names[damaged])))
+        found, _ = ask(engine, expected)
+        assert found["lmkv_misses:corrupt"] == 1
+        assert found["lmkv_tier_events:redis:corrupt"] <= 1  # read once a second
+        assert found["lmkv_hit_tokens:redis"] < HIT and found["lmkv_hit_tokens:redis"] % BLOCK == 0
+        well()
+
+        client.setrange(damaged, 2**30 - 1, b"x")
+        ask(engine, expected)
+        client.delete(damaged)
+        well()
+
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1mb")
+        client.flushall()
+        engine.wait_until_well()
+        full, _ = ask(engine, expected)
+        assert full["lmkv_skipped_stores:rejected"] > 0 or full["lmkv_stored_chunks:redis"] == CHUNKS
+        client.config_set("maxmemory", "3gb")
+        well()
+
+
+@pytest.mark.parametrize("shared", ["redis", "file"])
+def test_one_engine_prefills_for_another(
+    start: Any, expected: Any, server: Server, tmp_path: Path, shared: str
+) -> None:
+    lmkv = settings(server)
+    if shared == "file":
+        lmkv = {"host": lmkv["host"], "file": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
+    roles = [{"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}]
+    with (
+        start(MODEL, lmkv, transfer=roles[0], **OPTIONS) as producer,
+        start(MODEL, lmkv, transfer=roles[1], **OPTIONS) as consumer,
+    ):
+        with consumer.counting() as counted:
+            # It is asked before the other has begun.
+            request = consumer.submit(IDS, transfer={"lmkv_wait_ms": 50_000})
+            assert consumer.run(max_steps=50) == 50
+            # Passed on by a careless proxy, the same words do not make the one wait that prefills.
+            prefill = producer.submit(IDS, 1, transfer={"lmkv_wait_ms": 50_000})
+            producer.run()
+            producer.answer(prefill)
+            producer.flush()
+            consumer.run()
+            same([consumer.answer(request)], expected)
+        assert counted[f"lmkv_hit_tokens:{shared}"] == HIT
+        # Nobody prefills: it waits once, then computes. What is no number of milliseconds counts as none.
+        producer.kill()
+        for seed, transfer in ((2, {"lmkv_wait_ms": 300}), (3, {"lmkv_wait_ms": "soon"}), (4, {"other": 1})):
+            with consumer.counting() as alone:
+                request = consumer.submit(prompt(seed, 330), transfer=transfer)
+                steps = consumer.run()
+                assert len(consumer.answer(request)["tokens"]) == 8
+            assert alone[f"lmkv_hit_tokens:{shared}"] == 0
+            if "lmkv_wait_ms" not in transfer and shared == "file":
+                assert steps == STEPS
+
+
+def test_a_role_without_a_shared_tier_is_refused(start: Any) -> None:
+    with pytest.raises(EngineError, match=r"kv_role: kv_producer hands KV from one engine to another"):
+        start(MODEL, {"host": {"capacity": "64MiB"}}, transfer={"kv_role": "kv_producer"}, **OPTIONS)
