@@ -83,6 +83,7 @@ bench: ## measure everything; writes build/bench/*.json (fio must be installed)
 	@$(ENGINE); model=$$($$python -m tools.models smollm2-135m); \
 	$$python -m benchmarks.host_tier; \
 	$$python -m benchmarks.file_tier; \
+	$$python -m benchmarks.redis_tier; \
 	$$python -m benchmarks.vllm_engine --model "$$model"
 	@$(SGLANG); $$python -m benchmarks.sglang_storage
 

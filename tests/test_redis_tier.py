@@ -59,6 +59,17 @@ def all_of(status: Status, wanted: dict[bytes, bytes]) -> list[Status]:
     return [status] * len(wanted)
 
 
+def set_deadline(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr("lmkv.backends.redis.DEADLINE_S", seconds)
+    monkeypatch.setattr("lmkv.backends.servers.CONNECT_S", seconds)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine is no dead server."""
+    set_deadline(monkeypatch, 20.0)
+
+
 @pytest.fixture(scope="class")
 def shared_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -370,32 +381,38 @@ def test_a_restart_between_two_calls_goes_unnoticed(server: Server) -> None:
     tier.close()
 
 
-def test_a_stopped_server_is_given_up_and_taken_up(server: Server) -> None:
+def test_a_stopped_server_is_given_up_and_taken_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_tier(server)
     wanted = chunks(3)
     put(tier, wanted)
     server.stop()
+    set_deadline(monkeypatch, 0.3)
     try:
         assert_dead(tier, wanted)
         assert tier.stats().counters["timeouts"] > 0
     finally:
         server.go_on()
+    set_deadline(monkeypatch, 20.0)
     assert get(tier, wanted) == all_of(Status.OK, wanted)
     tier.close()
 
 
-def test_a_reply_that_trickles_in_is_given_up_at_the_deadline(server: Server) -> None:
+def test_a_reply_that_trickles_in_is_given_up_at_the_deadline(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     proxy = Proxy(server.port)
     tier = RedisTier(settings(f"redis://127.0.0.1:{proxy.port}/0"))
     wanted = chunks(2)
     assert put(tier, wanted) == all_of(Status.OK, wanted)
     proxy.slow.set()
+    set_deadline(monkeypatch, 0.3)
     # A byte every 50 ms: no single receive ever times out.
     assert get(tier, wanted) == all_of(Status.UNAVAILABLE, wanted)
     with pytest.raises(Unavailable):
         tier.contains([chunk_key(i) for i in range(100)])
     assert tier.stats().counters["timeouts"] >= 2
     proxy.slow.clear()
+    set_deadline(monkeypatch, 20.0)
     assert get(tier, wanted) == all_of(Status.OK, wanted)
     tier.close()
     proxy.close()
@@ -468,7 +485,7 @@ def test_a_forked_child_uses_connections_of_its_own(server: Server) -> None:
 
 def test_garbled_replies_are_never_served(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes are changed, lost or added on the way from the server."""
-    monkeypatch.setattr("lmkv.backends.redis.DEADLINE_S", 0.05)
+    set_deadline(monkeypatch, 0.05)
     proxy = Proxy(server.port)
     tier = RedisTier(settings(f"redis://127.0.0.1:{proxy.port}/0"))
     wanted = chunks(3)
@@ -484,7 +501,7 @@ def test_garbled_replies_are_never_served(server: Server, monkeypatch: pytest.Mo
             assert len(tier.contains(keys)) == 3
     assert outcomes >= {Status.OK, Status.UNAVAILABLE, Status.CORRUPT}
     proxy.garble = None
-    monkeypatch.undo()
+    set_deadline(monkeypatch, 20.0)
     assert put(tier, wanted) == all_of(Status.OK, wanted)
     assert get(tier, wanted) == all_of(Status.OK, wanted)
     tier.close()
@@ -512,7 +529,7 @@ MALFORMED = [
 def test_no_reply_is_more_than_an_error(
     server: Server, reply: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmkv.backends.redis.DEADLINE_S", 0.05)
+    set_deadline(monkeypatch, 0.05)
     tier = open_tier(server)
     put(tier, chunks(2))
     one = chunks(1, length=10, first=20)
