@@ -23,11 +23,11 @@ serve serve-sglang: export LMKV_FILE_PATH ?= $(CURDIR)/build/kv
 serve serve-sglang: export LMKV_FILE_CAPACITY ?= 10GiB
 serve-sglang: export SGLANG_USE_CPU_ENGINE ?= 1
 
-.PHONY: help demo demo-sglang demo-shared serve serve-sglang test lint test-unit test-engine test-sglang
+.PHONY: help demo demo-sglang demo-shared demo-prefill-decode serve serve-sglang test lint test-unit test-engine test-sglang
 .PHONY: compat models models-sglang bench clean distclean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
 
 demo: ## a real engine cold, warm from host memory, and after SIGKILL and a restart (ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
@@ -42,6 +42,10 @@ demo-shared: ## two engines and a Redis server: one computes, the other loads (A
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
 	sglang=$$($(PYTHON) -m tools.env --existing sglang); \
 	$$python examples/demo_shared.py --model "$$model" $${sglang:+--sglang-python "$$sglang"} $(ARGS)
+
+demo-prefill-decode: ## one engine prefills, another decodes, a proxy in front of both
+	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \
+	$$python examples/prefill_decode.py --model "$$model" $(ARGS)
 
 serve: ## an OpenAI-compatible server with lmkv on (PORT=8000 MODEL=smollm2-135m ARGS="...")
 	@$(ENGINE); model=$$($$python -m tools.models $(MODEL)); \

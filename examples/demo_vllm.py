@@ -65,8 +65,10 @@ class Phase:
 class Server:
     """One `vllm serve` process group."""
 
-    def __init__(self, model: Path, lmkv: dict[str, Any], log: Path, role: str = "kv_both") -> None:
-        """`lmkv`: its settings."""
+    def __init__(
+        self, model: Path, lmkv: dict[str, Any], log: Path, role: str = "kv_both", cpus: str | None = None
+    ) -> None:
+        """`lmkv`: its settings. `cpus`: the cores that an engine without a GPU computes on."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -88,6 +90,8 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
             "HF_HUB_OFFLINE": "1",
         }
+        if cpus is not None:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = cpus
         self._log = log.open("ab")
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -174,11 +178,16 @@ class Server:
 
 @contextmanager
 def serving(
-    model: Path, lmkv: dict[str, Any], log: Path, what: str, role: str = "kv_both"
+    model: Path,
+    lmkv: dict[str, Any],
+    log: Path,
+    what: str,
+    role: str = "kv_both",
+    cpus: str | None = None,
 ) -> Iterator[Server]:
     """A server that is killed at the end, however the block is left."""
     print(f"{what} ...", flush=True)
-    server = Server(model, lmkv, log, role)
+    server = Server(model, lmkv, log, role, cpus)
     try:
         server.wait_until_ready()
         server.ask([1, 2, 3])  # first-use costs of the engine; too short to be cached
