@@ -172,10 +172,12 @@ def test_images_and_embeddings_stay_out() -> None:
     """The hash of a block identifies an image by an id that the client may choose."""
     excluded: list[str] = []
     connector = LMKVConnector.__new__(LMKVConnector)
+    connector._awaits = True
     connector.connector_scheduler = SimpleNamespace(
         manager=_Excluding(excluded), on_new_request=lambda request: None
     )
     plain: dict[str, Any] = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
+    plain["kv_transfer_params"] = None
     for number, special in enumerate(
         [{}, {"mm_features": ["image"]}, {"prompt_embeds": torch.zeros(1)}, {"lora_request": "adapter"}]
     ):
