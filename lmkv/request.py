@@ -51,3 +51,7 @@ class Request:
         #: Entries it loaded or stored, in that order, and stores and writes still under way.
         self.used: list[Entry] = []
         self.busy = 0
+
+    def waits(self, now: float) -> bool:
+        """Whether another engine is still expected to store its chunks."""
+        return self.wait_until is not None and now < self.wait_until

@@ -10,7 +10,8 @@ The rules it keeps (ARCHITECTURE.md says why):
 - A request's hits and promoted chunks are leased to it until it claims them, ends, or its
   deadline passes; one request promotes at most half the slab.
 - Lower-tier writes lease at most half the slab; beyond that write-through is skipped and counted.
-- A chunk whose promotion failed is a miss for that request at once.
+- A chunk whose promotion failed is a miss for that request at once; one that waits for another engine asks a
+  tier that did not answer again.
 """
 
 import enum
@@ -334,9 +335,10 @@ class Store:
         request = self._window
         if request is None or not request.cacheable or key in request.failed:
             return Lookup.MISS
+        waits = request.waits(self._window_now)
         promotion = self._promotions.get(key)
         if promotion is not None:
-            if promotion.below.reads.open or self._overdue(request):
+            if (promotion.below.reads.open and not waits) or self._overdue(request):
                 return Lookup.MISS
             added = 0
             if request not in promotion.waiters:
@@ -347,7 +349,6 @@ class Store:
         if key in self._stores:
             return Lookup.MISS if self._overdue(request) else self._defer(request, key, 0)
         tier_key = self._tier_key(key)
-        waits = request.wait_until is not None and self._window_now < request.wait_until
         for below in self._below:
             if not below.readable or below.reads.open:
                 continue
@@ -736,6 +737,7 @@ class Store:
     ) -> None:
         """End promotions. `reason`: why they failed, in the metrics, if it is not the status."""
         loaded = bytes_loaded = 0
+        now = self._clock()
         for promotion, status in zip(batch, statuses, strict=True):
             entry = promotion.entry
             size = slot_bytes(entry.chunk_bytes)
@@ -746,7 +748,9 @@ class Store:
                 self.index.abort(entry)
                 for request in promotion.waiters:
                     request.promoted_bytes -= size
-                    request.failed.add(entry.key)
+                    # A tier that recovers while the request waits anyway is asked again.
+                    if status != Status.UNAVAILABLE or not request.waits(now):
+                        request.failed.add(entry.key)
                 self.metrics.add("lmkv_misses", 1, reason or (status.name.lower() if status else "reset"))
                 continue
             self.index.commit(entry)

@@ -322,6 +322,40 @@ def test_a_request_waits_for_another_engine_to_store_its_chunks(shared: Shared) 
     consumer.assert_idle()
 
 
+def test_trouble_that_passes_does_not_end_the_wait(shared: Shared) -> None:
+    shared.engine().prompt(1, 2)
+    world = shared.engine()
+    request = world.store.new_request(wait_s=2.0)
+    for expected in ([UNKNOWN, UNKNOWN], [PENDING, PENDING]):
+        assert world.ask(request, keys(1, 2)) == expected
+        shared.server.error = Unavailable("no route to host") if expected[0] is PENDING else None
+        world.step()
+    assert world.metric("misses", "unavailable") == 2
+    assert world.ask(request, keys(1, 2)) == [UNKNOWN, UNKNOWN]  # and not what was loaded so far
+    world.step()
+    shared.server.error = None
+    world.now += 1
+    for expected in ([PENDING, PENDING], [HIT, HIT]):
+        assert world.ask(request, keys(1, 2)) == expected
+        world.step()
+    world.store.finish_request(request)
+    world.assert_idle()
+
+
+def test_trouble_that_lasts_ends_with_the_wait(shared: Shared) -> None:
+    shared.engine().prompt(1)
+    world = shared.engine()
+    request = world.store.new_request(wait_s=2.0)
+    for expected in ([UNKNOWN], [PENDING]):
+        assert world.ask(request, keys(1)) == expected
+        world.step()
+        shared.server.error = Unavailable("no route to host")
+    world.now += 2.1
+    assert world.ask(request, keys(1)) == [MISS]
+    world.store.finish_request(request)
+    world.assert_idle()
+
+
 def test_the_wait_ends(shared: Shared) -> None:
     world = shared.engine(file=True)
     request = world.store.new_request(wait_s=2.0)
