@@ -1,12 +1,15 @@
 """The file tier's directory: who may use it, what is in it, and how its segments are opened.
 
     FORMAT               format version and segment size, text
-    writer.lock          flock of the process that writes
-    w0-00000.seg         segment 0 of writer 0: preallocated, recycled, never grown
-    w0.journal           journal of writer 0
+    writer.lock          locked while a process changes what the directory holds
+    w0-00000.seg         segment 0: preallocated, recycled, never grown
+    w0.journal           the journal of all processes
 
-Names carry the writer, so that several can share a directory. This version writes as writer 0
-only, under the lock, and reads what every writer left.
+A lock goes with the last descriptor of the open file, so what a killed process held is free at once:
+
+    writer.lock, flock       to append to the journal, or to create, take or delete a segment
+    writer.lock, byte n      process n of those that write, for as long as it does
+    a segment, flock         to write to it: nobody else recycles it
 """
 
 import contextlib
@@ -17,10 +20,14 @@ import mmap
 import os
 import re
 import stat
+import struct
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lmkv.backends import quick
 from lmkv.backends.journal import max_journal_bytes, sync_directory
 from lmkv.config import ConfigError
 
@@ -46,9 +53,20 @@ MAX_CHUNKS = 2**22
 #: FORMAT, lock, probe and the directory itself.
 _OTHER_BYTES = 256 * 2**10
 
-_SEGMENT_NAME = re.compile(r"w(0|[1-9]\d{0,2})-(\d{5})\.seg", re.ASCII)
-_JOURNAL_NAME = re.compile(r"w(0|[1-9]\d{0,2})\.journal", re.ASCII)
-_OTHER_NAME = re.compile(r"FORMAT(\.tmp)?|writer\.lock|w0\.journal\.tmp", re.ASCII)
+#: Processes that write one directory: engines of one machine.
+MAX_WRITERS = 64
+#: The directory is locked for milliseconds, or seconds while a journal of millions of chunks is compacted;
+#: for longer if who holds it is stopped, or an older lmkv. Below the deadline of the executor.
+LOCK_WAIT_S = 4.0
+#: A probe that is left over is older than this.
+_PROBE_S = 60
+
+_SEGMENT_NAME = re.compile(r"w0-(\d{5})\.seg", re.ASCII)
+_OTHER_NAME = re.compile(r"FORMAT(\.tmp)?|writer\.lock|w0\.journal(\.tmp)?|(probe)\.\d+\.\d+", re.ASCII)
+
+
+#: struct flock of fcntl(2): type, whence, start, length, pid.
+_FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass
@@ -56,22 +74,29 @@ class Scan:
     """What lies in the directory. Sizes are the disk space that `du` counts."""
 
     segments: set[int] = field(default_factory=set)
-    writers: set[int] = field(default_factory=set)
     foreign_files: int = 0
-    #: Taken by what this writer cannot recycle: foreign files and other writers' segments.
     foreign_bytes: int = 0
     own_bytes: int = 0
 
 
 class SegmentFile:
-    """An open segment. It closes itself when nobody holds it any more."""
+    """An open segment. When nobody holds it any more, it closes itself, and its lock ends."""
 
-    __slots__ = ("fd",)
+    __slots__ = ("_locked_by", "fd")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._locked_by = 0
+
+    def lock(self) -> bool:
+        """Keep everybody else from writing to it, unless somebody already does that."""
+        if quick.lock(self.fd):
+            self._locked_by = os.getpid()
+        return self._locked_by != 0
 
     def __del__(self) -> None:
+        if self._locked_by == os.getpid():  # closing it would not do, if a fork has it too
+            quick.unlock(self.fd)
         os.close(self.fd)
 
 
@@ -96,28 +121,28 @@ def max_segments_for(capacity_bytes: int, segment_bytes: int, foreign_bytes: int
 
 
 class Directory:
-    """A directory that passed all checks; `locked` says whether this process may write to it."""
+    """A directory that passed all checks."""
 
     def __init__(self, path: Path, capacity_bytes: int, *, read_only: bool = False) -> None:
         """Check or create. Raises ConfigError naming `[file] path` or `[file] capacity`.
 
-        With `read_only` the lock is held only while a new directory is created, and not afterwards.
+        With `read_only` this process is none of those that write.
         """
         self.path = path
         self._lock_fd = -1
+        self._mutex = threading.Lock()  # flock does not tell threads apart
         try:
             self._check_owner()
             self._lock_fd = os.open(
                 path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
-            self.locked = False
-            if not read_only:
-                self.try_lock()
             segment_bytes = self._read_format()
             self._check_capacity(capacity_bytes, segment_bytes or segment_bytes_for(capacity_bytes))
-            self.segment_bytes = segment_bytes or self._write_format(segment_bytes_for(capacity_bytes))
-            if read_only and self.locked:
-                self.unlock()
+            if segment_bytes is None:
+                segment_bytes = self._set_up(capacity_bytes)
+            self.segment_bytes = segment_bytes
+            #: Which of those that write this process is.
+            self.writer = None if read_only else self._take_seat(capacity_bytes)
             self.direct = self._probe_direct()
         except OSError as error:
             self.close()
@@ -134,12 +159,34 @@ class Directory:
                 path,
             )
 
-    def try_lock(self) -> bool:
-        """Become the writer, unless another one holds the lock."""
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.locked = True
-        return self.locked
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Be the only one, of all processes and threads, who changes what the directory holds.
+
+        Raises TimeoutError when somebody else holds it all the time.
+        """
+        if not self._mutex.acquire(timeout=LOCK_WAIT_S):
+            raise _busy()
+        try:
+            self._lock()
+            try:
+                yield
+            finally:
+                quick.unlock(self._lock_fd)
+        finally:
+            self._mutex.release()
+
+    def _lock(self) -> None:
+        deadline, pause_s = time.monotonic() + LOCK_WAIT_S, 0.0001
+        while True:
+            if self._lock_fd < 0:
+                raise OSError(errno.EBADF, "the directory is closed")
+            if quick.lock(self._lock_fd):
+                return
+            if time.monotonic() > deadline:
+                raise _busy()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.005)
 
     def in_place(self) -> bool:
         """Whether the path still names this directory: somebody may have removed or replaced it, and
@@ -151,17 +198,12 @@ class Directory:
         here = os.fstat(self._lock_fd)
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
-    def unlock(self) -> None:
-        """Let another process write."""
-        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
-        self.locked = False
-
     def close(self) -> None:
-        """Release the lock. Calling it again does nothing."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-        self._lock_fd = -1
-        self.locked = False
+        """Calling it again does nothing."""
+        with self._mutex:
+            if self._lock_fd >= 0:
+                os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def scan(self) -> Scan:
         """Look at every name. Raises OSError."""
@@ -170,46 +212,37 @@ class Directory:
             for entry in names:
                 try:
                     status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # a writer beside us dropped it
+                except FileNotFoundError:  # a process beside us dropped it
                     continue
                 taken = status.st_blocks * 512
                 ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-                if ours and (match := _SEGMENT_NAME.fullmatch(entry.name)):
-                    segment = int(match[1]) << 16 | int(match[2])
-                    ours = segment < 1 << 24 and segment & 0xFFFF == int(match[2])
-                    if ours:
-                        result.segments.add(segment)
-                        result.foreign_bytes += taken if segment >> 16 else 0
-                elif ours and (match := _JOURNAL_NAME.fullmatch(entry.name)) and int(match[1]) < 256:
-                    result.writers.add(int(match[1]))
-                    result.foreign_bytes += taken if int(match[1]) else 0
-                else:
-                    ours = ours and _OTHER_NAME.fullmatch(entry.name) is not None
-                if ours:
-                    result.own_bytes += taken
-                else:
+                match = _SEGMENT_NAME.fullmatch(entry.name) if ours else None
+                if match and int(match[1]) < MAX_SEGMENTS:
+                    result.segments.add(int(match[1]))
+                elif not ours or not _OTHER_NAME.fullmatch(entry.name):
                     result.foreign_files += 1
                     result.foreign_bytes += taken
+                    continue
+                result.own_bytes += taken
         return result
 
-    def journal_path(self, writer: int) -> Path:
-        """Path of a writer's journal."""
-        return self.path / f"w{writer}.journal"
+    @property
+    def journal_path(self) -> Path:
+        """Path of the journal."""
+        return self.path / "w0.journal"
 
-    def open_segment(self, segment: int) -> SegmentFile:
-        """For reading. Raises OSError."""
-        return SegmentFile(os.open(self._segment_path(segment), os.O_RDONLY | self._flags()))
-
-    def allocate_segment(self, segment: int) -> SegmentFile:
-        """For writing: a segment of full size, created if need be. Raises OSError."""
-        flags = os.O_RDWR | os.O_CREAT | self._flags()
-        file = SegmentFile(os.open(self._segment_path(segment), flags, 0o600))
+    def open_segment(self, segment: int, mode: int = os.O_RDONLY) -> SegmentFile:
+        """Raises OSError."""
+        file = SegmentFile(os.open(self._segment_path(segment), mode | self._flags(), 0o600))
         if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-            raise OSError(errno.EEXIST, "not a regular file")
+            raise OSError(errno.ELOOP, "not a regular file")
+        return file
+
+    def preallocate(self, file: SegmentFile) -> None:
+        """Give a segment its full size, and no more. Raises OSError."""
         if os.fstat(file.fd).st_size > self.segment_bytes:
             os.ftruncate(file.fd, self.segment_bytes)
         os.posix_fallocate(file.fd, 0, self.segment_bytes)
-        return file
 
     def has_segment(self, segment: int) -> bool:
         """Whether anything has the name of this segment."""
@@ -221,23 +254,25 @@ class Directory:
             os.unlink(self._segment_path(segment))
 
     def delete_leftovers(self) -> None:
-        """Delete the unfinished files of a writer that was killed. Only for the writer."""
-        for name in ("FORMAT.tmp", "w0.journal.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path / name)
+        """Delete the unfinished files of processes that were killed. Holds `locked`."""
+        for name in os.listdir(self.path):
+            match = _OTHER_NAME.fullmatch(name)
+            if match and (name.endswith(".tmp") or match[3]):
+                with contextlib.suppress(FileNotFoundError):
+                    age_s = time.time() - os.lstat(self.path / name).st_mtime
+                    if not match[3] or age_s > _PROBE_S:
+                        os.unlink(self.path / name)
 
     def max_segments(self, capacity_bytes: int, scan: Scan) -> int:
-        """Segments that this writer may have. Raises ConfigError when they are too few."""
-        count = max_segments_for(capacity_bytes, self.segment_bytes, scan.foreign_bytes)
-        if count < MIN_SEGMENTS:
-            raise self._too_small(capacity_bytes, self.segment_bytes, scan.foreign_bytes)
-        return count
+        """Segments that there may be."""
+        return max_segments_for(capacity_bytes, self.segment_bytes, scan.foreign_bytes)
 
     def _segment_path(self, segment: int) -> Path:
-        return self.path / f"w{segment >> 16}-{segment & 0xFFFF:05}.seg"
+        return self.path / f"w0-{segment:05}.seg"
 
     def _flags(self) -> int:
-        return (os.O_DIRECT if self.direct else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Without O_NONBLOCK, opening a named pipe in a file's place would hang.
+        return (os.O_DIRECT if self.direct else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
     def _check_owner(self) -> None:
         try:
@@ -277,20 +312,11 @@ class Directory:
         return ConfigError("[file] capacity", problem, f"set at least {needed}, or name an empty directory.")
 
     def _read_format(self) -> int | None:
-        """Segment size of an existing directory; None in a new one that is ours to set up."""
-        deadline = time.monotonic() + 5  # another process is creating it: milliseconds, unless it hangs
-        while True:
-            try:
-                fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                break
-            except FileNotFoundError:
-                if self.locked:
-                    return None
-                if self.try_lock():  # look again: somebody may have created it just now, and gone
-                    continue
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+        """Segment size of an existing directory; None in a new one."""
+        try:
+            fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
         with open(fd, "rb") as file:
             text = file.read(4096).decode("ascii", "replace")
         match = re.fullmatch(r"lmkv file tier\nversion (\d{1,9})\nsegment_bytes (\d{1,9})\n", text)
@@ -303,6 +329,34 @@ class Directory:
             problem = f"{self.path}/FORMAT has a segment size of {segment_bytes} bytes."
             raise self._bad(problem, "name another directory, or empty this one.")
         return segment_bytes
+
+    def _set_up(self, capacity_bytes: int) -> int:
+        """Segment size of the directory, which somebody else may be setting up at this moment."""
+        with self.locked():
+            segment_bytes = self._read_format()
+            if segment_bytes is None:
+                return self._write_format(segment_bytes_for(capacity_bytes))
+        self._check_capacity(capacity_bytes, segment_bytes)
+        return segment_bytes
+
+    def _take_seat(self, capacity_bytes: int) -> int:
+        # Each may write to two segments at a time: one is being filled while the last one is flushed.
+        count = min(MAX_WRITERS, self.max_segments(capacity_bytes, self.scan()) // 2)
+        for number in range(count):
+            if self._lock_byte(number):
+                return number
+        problem = f"{count} engines write to {self.path} already, as many as its capacity allows."
+        raise self._bad(problem, "set a larger capacity, or role to read_only, or name another directory.")
+
+    def _lock_byte(self, at: int) -> bool:
+        """Lock of the open file, as flock is, but of a part of it; in one process, two tiers exclude each
+        other."""
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+        try:
+            fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, request)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
 
     def _write_format(self, segment_bytes: int) -> int:
         temporary = self.path / "FORMAT.tmp"
@@ -345,3 +399,7 @@ class Directory:
 
     def _bad(self, problem: str, fix: str) -> ConfigError:
         return ConfigError("[file] path", problem, fix)
+
+
+def _busy() -> TimeoutError:
+    return TimeoutError(errno.ETIMEDOUT, "another process has held writer.lock for too long")

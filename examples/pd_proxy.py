@@ -4,7 +4,8 @@
 
 Each completion goes to the prefill engine, which computes the prompt for one token and stores its KV, and at
 the same time to the decode engine, which waits until that KV is there, for `--wait-ms` at most, and answers.
-If the prefill engine is dead or slow, the decode engine computes the prompt itself.
+If the prefill engine is dead or slow, the decode engine computes the prompt itself; after a failure it no
+longer waits, until the prefill engine has answered a request again.
 """
 
 import argparse
@@ -15,43 +16,70 @@ from typing import Any
 
 import httpx
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 
-logger = logging.getLogger("pd_proxy")
+logger = logging.getLogger("uvicorn.error")  # the one that uvicorn shows
 TIMEOUT_S = 600.0
 
 
-def application(prefill: str, decode: str, wait_ms: int) -> FastAPI:
+class Prefill:
+    """The prefill engine. `works`: whether it answered the last of its requests that are over."""
+
+    def __init__(self, url: str) -> None:
+        self.works = True
+        self._http = client(url)
+        self._tasks: set[asyncio.Task[None]] = set()  # an event loop keeps only weak references
+
+    def begin(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        """Have a prompt computed and stored; nobody waits for it here."""
+        limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        body = body | {"stream": False, "stream_options": None, "n": 1, "min_tokens": 0, limit: 1}
+        task = asyncio.create_task(self._compute(path, body, headers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _compute(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> None:
+        try:
+            reply = await self._http.post(path, json=body, headers=headers)
+            works = not reply.is_server_error  # a bad request is the client's fault, and decode says so
+            problem: object = reply.status_code
+        except httpx.HTTPError as error:
+            works, problem = False, repr(error)
+        if not works:
+            logger.warning("the prefill engine failed: %s", problem)
+        self.works = works
+
+
+def client(url: str) -> httpx.AsyncClient:
+    """Connections to an engine, as many as there are requests."""
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+
+
+def application(prefill_url: str, decode_url: str, wait_ms: int) -> FastAPI:
     """The proxy. `wait_ms`: how long the decode engine may wait for the prompt's KV."""
     app = FastAPI()
-    prefiller = httpx.AsyncClient(base_url=prefill, timeout=TIMEOUT_S)
-    decoder = httpx.AsyncClient(base_url=decode, timeout=TIMEOUT_S)
-    under_way: set[asyncio.Task[None]] = set()
-
-    async def compute(path: str, body: dict[str, Any]) -> None:
-        one_token = {"stream": False, "stream_options": None, "n": 1, "min_tokens": 0}
-        limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        try:
-            reply = await prefiller.post(path, json=body | one_token | {limit: 1})
-            reply.raise_for_status()
-        except httpx.HTTPError as error:  # the decode engine goes on without it
-            logger.warning("the prefill engine failed: %r", error)
+    prefill, decode = Prefill(prefill_url), client(decode_url)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
-    async def complete(request: Request) -> StreamingResponse:
-        body = await request.json()
-        task = asyncio.create_task(compute(request.url.path, dict(body)))
-        under_way.add(task)  # the loop keeps only weak references
-        task.add_done_callback(under_way.discard)
-        body["kv_transfer_params"] = {"lmkv_wait_ms": wait_ms}
-        reply = await decoder.send(decoder.build_request("POST", request.url.path, json=body), stream=True)
+    async def complete(request: Request, body: dict[str, Any]) -> StreamingResponse:
+        path = request.url.path
+        headers = {name: request.headers[name] for name in ("authorization",) if name in request.headers}
+        prefill.begin(path, body, headers)
+        body["kv_transfer_params"] = {"lmkv_wait_ms": wait_ms if prefill.works else 0}
+        asked = decode.build_request("POST", path, json=body, headers=headers)
+        try:
+            reply = await decode.send(asked, stream=True)
+        except httpx.HTTPError as error:
+            raise HTTPException(502, f"the decode engine failed: {error!r}") from error
 
         async def content() -> AsyncIterator[bytes]:
-            async for data in reply.aiter_raw():
-                yield data
-            await reply.aclose()
+            try:
+                async for data in reply.aiter_bytes():
+                    yield data
+            finally:  # also where the client has left: the engine then stops
+                await reply.aclose()
 
         return StreamingResponse(content(), reply.status_code, media_type=reply.headers.get("content-type"))
 

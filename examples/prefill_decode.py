@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 import httpx
-from demo_shared import redis_running
+from demo_shared import TTL, misses, redis_running
 from demo_vllm import REQUEST_TIMEOUT_S, prompts_for, serving
 
 TOKENS = 24
@@ -46,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     log = args.out.with_suffix(".log")
+    log.unlink(missing_ok=True)
     prompts = prompts_for(args.model)[:2]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -54,7 +56,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="lmkv-demo-", dir=args.out.parent) as scratch,
         redis_running(args.redis_url, Path(scratch)) as url,
     ):
-        lmkv = {"host": {"capacity": "1GiB"}, "redis": {"url": url}}
+        lmkv = {
+            "host": {"capacity": "1GiB"},
+            "redis": {"url": url, "ttl": TTL},
+            "identity": {"tenant": secrets.token_hex(8)},
+        }
         with (
             # On cores of their own: an engine that waits spins, and by default all take the first cores.
             serving(args.model, lmkv, log, "starting the prefill engine", "kv_producer", "0") as first,
@@ -77,8 +83,8 @@ def main() -> None:
                 answers = [ask(address, prompt) for prompt in prompts]
                 second.ask([1, 2, 3])  # one more step: vLLM publishes what was counted once a step
                 time.sleep(1)
-                hits = second.counters().get("lmkv_hit_tokens_total{redis}", 0)
-                hits -= before.get("lmkv_hit_tokens_total{redis}", 0)
+                gained = {key: count - before.get(key, 0) for key, count in second.counters().items()}
+                hits = gained.get("lmkv_hit_tokens_total{redis}", 0)
                 block = second.block_size()
                 direct = [ask(first.url, prompt) for prompt in prompts]
             finally:
@@ -87,6 +93,7 @@ def main() -> None:
     expected = sum(len(prompt) // block * block for prompt in prompts)
     identical = answers == direct
     print(f"{sum(map(len, prompts)):,} prompt tokens; the decode engine loaded {hits:,.0f} of {expected:,}")
+    print(f"chunks that it missed: {misses(gained)}")
     print(f"answers identical to the prefill engine's own: {'yes' if identical else 'NO'}")
     result = {"hit_tokens_redis": int(hits), "expected": expected, "identical": identical}
     args.out.write_text(json.dumps(result, indent=2) + "\n")

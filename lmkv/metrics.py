@@ -144,7 +144,7 @@ each time the engine asks for it; one that lies nowhere does not.
 
 `reason` of `lmkv_skipped_stores`: `slab_full`, `copy_failed` (between block and slot), and below the host
 tier `write_queue_full` (half the slab is waiting to be written: a larger slab helps), `breaker_open`,
-`unavailable`, `rejected` (no room, or another process writes), `reset`.
+`unavailable`, `rejected` (no room, or a tier for reading only), `reset`.
 
 `event` of `lmkv_tier_events` is what the tier counts itself, such as `corrupt`, `io_errors`, `evicted` of the
 files and `parts_missing`, `server_full`, `timeouts` of Redis; read once a second.

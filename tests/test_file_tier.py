@@ -1,7 +1,6 @@
 """The NVMe tier on real files: what comes back, what is bounded, and what damage and kills may cost."""
 
 import errno
-import fcntl
 import hashlib
 import mmap
 import os
@@ -27,6 +26,7 @@ from lmkv.backends.journal import ENTRY_BYTES, open_journal, read_journal
 from lmkv.config import ConfigError
 from lmkv.testing import chunk_bytes, chunk_key
 from lmkv.tier import Status
+from tests.processes import die_with_parent
 
 MiB = 2**20
 CAPACITY = 40 * MiB  # 4 segments of 8 MiB
@@ -100,13 +100,16 @@ def open_tier(path: Path) -> Iterator[Open]:
         tier.close()
 
 
-def run_python(source: str, *arguments: object) -> "subprocess.Popen[bytes]":
+def run_python(source: str, *arguments: object, stdin: int | None = None) -> "subprocess.Popen[bytes]":
     """Another process, with the helpers of this file at hand."""
-    source = "import sys\nfrom test_file_tier import *\npath = Path(sys.argv[1])\n" + textwrap.dedent(source)
-    root = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root.parent}"}
+    source = "import sys\nfrom tests.test_file_tier import *\npath = Path(sys.argv[1])\n" + textwrap.dedent(
+        source
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", source, *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=environment, stdin=stdin, stdout=subprocess.PIPE, preexec_fn=die_with_parent
+    )
 
 
 # -- the plain job
@@ -808,32 +811,6 @@ def test_killed_writers_leave_nothing_wrong(open_tier: Open, path: Path) -> None
     assert found > 0
 
 
-def test_a_reader_follows_the_writer_and_takes_over(
-    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
-    child = run_python(
-        f"""
-        tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
-        put(tier, list(range(10)))
-        print("written", flush=True)
-        sys.stdin.read()
-        """,
-        path,
-    )
-    assert child.stdout is not None and child.stdout.readline() == b"written\n"
-    tier = open_tier()
-    assert get(tier, list(range(10))) == [OK] * 10
-    assert put(tier, [0, 10]) == [OK, REJECTED]
-    assert tier.remove([key(0), key(10)]) == [REJECTED, MISS]
-    child.kill()
-    child.wait()
-    assert put(tier, [10]) == [OK]
-    assert get(tier, list(range(11))) == [OK] * 11
-    tier.close()
-    assert get(open_tier(), list(range(11))) == [OK] * 11
-
-
 def test_a_reader_sees_puts_removes_recycling_and_compaction(
     open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -849,8 +826,7 @@ def test_a_reader_sees_puts_removes_recycling_and_compaction(
     assert reader.contains([key(0)]) == [False]
     assert reader.stats().chunks == writer.stats().chunks
     writer.remove([key(299)])
-    assert writer._journal is not None
-    writer._journal.compact()
+    writer._catalog._compact()
     writer.remove([key(298)])
     assert get(reader, [297, 298, 299]) == [OK, MISS, MISS]
     assert reader.stats().chunks == writer.stats().chunks
@@ -863,10 +839,11 @@ def test_a_reader_misses_no_segment_that_is_made_while_it_reads(
     writer = open_tier()
 
     def read(fd: int, *arguments: Any) -> Any:
+        monkeypatch.setattr(journal_module, "read_journal", read_journal)
         put(writer, [1])  # the first, which makes a segment
         return read_journal(fd, *arguments)
 
-    monkeypatch.setattr("lmkv.backends.file.read_journal", read)
+    monkeypatch.setattr(journal_module, "read_journal", read)
     assert get(open_tier(), [1]) == [OK]
 
 
@@ -913,7 +890,6 @@ def test_a_read_only_tier_outlives_its_writer_and_never_takes_over(
         assert get(reader, numbers) == [OK] * len(numbers)
         assert put(reader, [0, 99]) == [OK, REJECTED]
         assert reader.remove([key(0)]) == [REJECTED]
-        assert not reader._directory.locked
     writer_here = open_tier()
     assert put(writer_here, [99]) == [OK] and writer_here.remove([key(0)]) == [OK]
     assert get(reader, [0, 19, 99]) == [MISS, OK, OK]
@@ -931,37 +907,33 @@ def test_a_read_only_tier_follows_recycling(open_tier: Open, monkeypatch: pytest
     assert get(reader, [0]) == [MISS] and counters(writer)["evicted"] > 0
 
 
-def test_a_writer_that_meets_a_read_only_tier_setting_up_the_directory_takes_over(
-    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_writer_that_meets_a_read_only_tier_setting_up_the_directory_waits(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmkv.backends.file.POLL_S", 0.0)
-    real = segments_module.Directory._write_format
+    write_format, lock = segments_module.Directory._write_format, segments_module.quick.lock
     opened: list[FileTier] = []
     thread = threading.Thread(target=lambda: opened.append(open_tier()))
+    refused = threading.Event()
+
+    def noticed(fd: int) -> bool:
+        got = lock(fd)
+        if not got:
+            refused.set()
+        return got
 
     def slowly(self: segments_module.Directory, segment_bytes: int) -> int:
-        thread.start()  # the writer, which waits for FORMAT
-        real_try_lock = segments_module.Directory.try_lock
-        refused = threading.Event()
+        thread.start()
+        assert refused.wait(30)
+        return write_format(self, segment_bytes)
 
-        def try_lock(other: segments_module.Directory) -> bool:
-            got = real_try_lock(other)
-            if not got:
-                refused.set()
-            return got
-
-        with monkeypatch.context() as patch:
-            patch.setattr(segments_module.Directory, "try_lock", try_lock)
-            assert refused.wait(30)
-        return real(self, segment_bytes)
-
+    monkeypatch.setattr(segments_module.quick, "lock", noticed)
     monkeypatch.setattr(segments_module.Directory, "_write_format", slowly)
     reader = open_tier(read_only=True)
     thread.join()
     (writer,) = opened
     assert put(writer, [1]) == [OK]
     assert get(reader, [1]) == [OK]
-    assert writer._directory.locked and not reader._directory.locked
 
 
 def test_who_finds_the_directory_set_up_meanwhile_does_not_set_it_up_again(
@@ -1043,7 +1015,7 @@ def test_the_journal_holds_one_live_entry_per_chunk(open_tier: Open, path: Path)
     for thread in threads:
         thread.join()
     fd = open_journal(path / "w0.journal")
-    live = journal_module.replay([read_journal(fd)]).live[0]
+    live = journal_module.replay(read_journal(fd)).live
     os.close(fd)
     assert int(live.sum()) == tier.stats().chunks == 60
 
@@ -1099,17 +1071,11 @@ def test_bad_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "not readable" in bad(path)
 
 
-def test_modes_and_the_lock(open_tier: Open, path: Path) -> None:
+def test_modes(open_tier: Open, path: Path) -> None:
     tier = open_tier()
     put(tier, [1])
     assert path.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o600}
-    fd = os.open(path / "writer.lock", os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    tier.close()
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(fd)
 
 
 def test_what_is_evicted_is_handed_on_whole(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Engines that share a Redis server, also while it is in trouble, and engines that prefill for others."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,17 @@ def test_trouble(start: Any, expected: Any, server: Server) -> None:
         given_up(1)
         server.start()  # empty
         well()
-        server.stop()
+        server.client().save()
+        server.kill()
         given_up(2)
+        server.start()  # with all it had
+        while server.client().info("persistence")["loading"]:
+            time.sleep(0.01)
+        engine.wait_until_well()
+        found, _ = ask(engine, expected)
+        assert found["lmkv_hit_tokens:redis"] == HIT
+        server.stop()
+        given_up(3)
         server.go_on()
         well()
 
@@ -166,7 +176,7 @@ def test_trouble(start: Any, expected: Any, server: Server) -> None:
 
 @pytest.mark.parametrize("shared", ["redis", "file"])
 def test_one_engine_prefills_for_another(
-    start: Any, expected: Any, server: Server, tmp_path: Path, shared: str
+    start: Any, reference: Any, expected: Any, server: Server, tmp_path: Path, shared: str
 ) -> None:
     lmkv = settings(server)
     if shared == "file":
@@ -188,16 +198,44 @@ def test_one_engine_prefills_for_another(
             consumer.run()
             same([consumer.answer(request)], expected)
         assert counted[f"lmkv_hit_tokens:{shared}"] == HIT
+        if shared == "redis":
+            same([read_again(producer, consumer, server)], reference(MODEL, [prompt(9, 330)], **OPTIONS))
         # Nobody prefills: it waits once, then computes. What is no number of milliseconds counts as none.
         producer.kill()
-        for seed, transfer in ((2, {"lmkv_wait_ms": 300}), (3, {"lmkv_wait_ms": "soon"}), (4, {"other": 1})):
+        for seed, wait_ms in enumerate((300, "soon", -1, True, 1e9, None), 2):
+            ids = prompt(seed, 330)
             with consumer.counting() as alone:
-                request = consumer.submit(prompt(seed, 330), transfer=transfer)
+                request = consumer.submit(ids, transfer={"lmkv_wait_ms": wait_ms})
                 steps = consumer.run()
-                assert len(consumer.answer(request)["tokens"]) == 8
+                same([consumer.answer(request)], reference(MODEL, [ids], **OPTIONS))
             assert alone[f"lmkv_hit_tokens:{shared}"] == 0
-            if "lmkv_wait_ms" not in transfer and shared == "file":
-                assert steps == STEPS
+            if shared == "file":  # a server is asked in any case, which takes a step or more
+                assert (steps > STEPS) == (wait_ms == 300)
+
+
+def read_again(producer: Any, consumer: Any, server: Server) -> dict[str, Any]:
+    """The answer to a request that waits, whose chunks are there and cannot be read at first."""
+
+    def asked() -> int:
+        return int(server.client().info("commandstats").get("cmdstat_exists", {"calls": 0})["calls"])
+
+    prefill = producer.submit(prompt(9, 330), 1)
+    producer.run()
+    producer.answer(prefill)
+    producer.flush()
+    with consumer.counting() as counted:
+        before = asked()
+        request = consumer.submit(prompt(9, 330), transfer={"lmkv_wait_ms": 50_000})
+        consumer.step()
+        while asked() == before:
+            time.sleep(0.01)
+        server.stop()
+        while consumer.counters().get("lmkv_misses:unavailable", 0) == 0:
+            assert consumer.run(max_steps=5) == 5
+        server.go_on()
+        consumer.run()
+    assert counted["lmkv_hit_tokens:redis"] == HIT
+    return dict(consumer.answer(request))
 
 
 def test_a_role_without_a_shared_tier_is_refused(start: Any) -> None:
