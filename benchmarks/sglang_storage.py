@@ -316,7 +316,6 @@ def main() -> None:
     for module in (storage_module, linker_module):
         module.check_engine = lambda _: None
         module.engine_fields = lambda _: {}
-    compat.attention_dp_size = lambda: 1
     args.dir = args.dir.resolve()
     args.dir.mkdir(parents=True, exist_ok=True)
     rows = []

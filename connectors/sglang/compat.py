@@ -72,12 +72,6 @@ def server_args() -> Any:
     return resolving_view(get_server_args())
 
 
-def attention_dp_size() -> int:
-    """How many groups of ranks hold KV of requests of their own (`--enable-dp-attention`)."""
-    server = server_args()
-    return int(server.dp_size) if getattr(server, "enable_dp_attention", False) else 1
-
-
 def model_config() -> Any:
     """SGLang's `ModelConfig` for the served model, overrides by flags included."""
     from sglang.srt.configs.model_config import ModelConfig

@@ -139,11 +139,7 @@ class LMKVLinker(UnifiedCacheLinker):
     def _open(self, config: Config) -> tuple[Slab, Store]:
         replicated = self._group.rank_replicated
         ranks = compat.linker_ranks(replicated)
-        scope = scope_of(
-            ranks,
-            replicated=replicated and ranks.tp_size > 1,
-            data_parallel=compat.attention_dp_size(),
-        )
+        scope = scope_of(ranks, replicated=replicated and ranks.tp_size > 1)
         sizes = self._layered.chunk_bytes
         file = open_scope(config, scope, max(sizes), parts=1) if config.file.path is not None else None
         below = chain(config, file, open_redis(config))

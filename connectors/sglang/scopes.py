@@ -1,7 +1,8 @@
 """Which directory holds a rank's chunks.
 
-Every rank is a process of its own and a directory has one writer, so each rank writes its own. KV that all
-tensor-parallel ranks hold alike (MLA) is written once, by the rank that SGLang names, and read by all.
+Ranks that hold different bytes have directories of their own: each process keeps an index of all that its
+directory holds. Data-parallel ranks, and the same ranks of other engines, share one. KV that all tensor-
+parallel ranks hold alike (MLA) is written once, by the rank that SGLang names, and read by all.
 """
 
 from dataclasses import dataclass
@@ -33,11 +34,10 @@ class Scope:
         return Path(config.file.path) / "sglang" / self.name
 
 
-def scope_of(ranks: Any, *, replicated: bool, data_parallel: int = 1) -> Scope:
+def scope_of(ranks: Any, *, replicated: bool) -> Scope:
     """The scope of one pool of the rank that `ranks` (a `HiCacheStorageConfig`) describes.
 
-    `replicated`: the pool's bytes do not depend on the tensor-parallel rank. `data_parallel`: how many
-    ranks of attention data parallelism there are.
+    `replicated`: the pool's bytes do not depend on the tensor-parallel rank.
     """
     outer = [
         (kind, int(getattr(ranks, f"{field}_rank", 0) or 0), int(getattr(ranks, f"{field}_size", 1) or 1))
@@ -53,10 +53,7 @@ def scope_of(ranks: Any, *, replicated: bool, data_parallel: int = 1) -> Scope:
         return Scope(f"replicated{suffix}", True, ranks.tp_rank == 0, shares, fields)
     tp_rank, tp_size = int(ranks.tp_rank), int(ranks.tp_size)
     fields += (("tp_rank", f"{tp_rank} of {tp_size}"),)
-    # Data-parallel ranks hold the same KV, but a directory has one writer.
-    dp_rank = int(getattr(ranks, "dp_rank", 0) or 0)
-    name = f"tp{tp_rank}of{tp_size}{suffix}" + (f"-dp{dp_rank}" if dp_rank else "")
-    return Scope(name, False, True, shares * tp_size * data_parallel, fields)
+    return Scope(f"tp{tp_rank}of{tp_size}{suffix}", False, True, shares * tp_size, fields)
 
 
 def open_scope(config: Config, scope: Scope, chunk_bytes: int, *, parts: int) -> Tier:

@@ -86,7 +86,6 @@ class LMKVStorage(HiCacheStorage):
         self._config = storage_settings(storage_config.extra_config)
         check_engine(self._config)
         check_storage(storage_config)
-        self._data_parallel = compat.attention_dp_size()
         self._fields = engine_fields(self._config)
         self._pools: dict[str, Any] = {}
         self._ready: dict[str, _Ready] = {}
@@ -166,7 +165,7 @@ class LMKVStorage(HiCacheStorage):
         alike = self._ranks.is_mla_model and self._ranks.tp_size > 1
         # Recurrent state and the heads of a draft are divided even where the model's own KV is not.
         replicated = alike and name != _MAMBA and not compat.is_mha(pool)
-        return scope_of(self._ranks, replicated=replicated, data_parallel=self._data_parallel)
+        return scope_of(self._ranks, replicated=replicated)
 
     # --- queries --------------------------------------------------------------------------------
 

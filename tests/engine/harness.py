@@ -215,6 +215,11 @@ class Served:
         """Empty the host tier, so that what was written below must come from there."""
         self.connector._manager._store.index.clear()
 
+    def stored(self, tier: str) -> int:
+        """Chunks that this engine put into a tier and that were not there."""
+        (below,) = (below for below in self.connector._manager._store._below if below.name == tier)
+        return int(below.tier.stats().counters["put_chunks"])
+
     def wait_for_trip(self) -> None:
         """Step until a tier that does not answer has tripped its breaker."""
         below = self.connector._manager._store._below[0]

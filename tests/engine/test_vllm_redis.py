@@ -56,21 +56,40 @@ def test_what_one_engine_computed_another_loads(start: Any, expected: Any, serve
             same(first.generate([IDS]), expected)
         assert cold["lmkv_hit_tokens:redis"] == 0
         assert cold["lmkv_stored_chunks:redis"] == server.client().dbsize() == CHUNKS
-        with start(MODEL, settings(server), **OPTIONS) as second, second.counting() as shared:
-            same(second.generate([IDS]), expected)
+        with start(MODEL, settings(server), **OPTIONS) as second:
+            with second.counting() as shared:
+                same(second.generate([IDS]), expected)
+            second.flush()
+            assert second.stored("redis") == 0
     assert shared["lmkv_hit_tokens:redis"] == HIT
     assert shared["lmkv_hit_tokens:host"] == 0
-    assert shared["lmkv_tier_events:redis:put_chunks"] == 0
     assert server.client().dbsize() == CHUNKS
 
 
-def test_files_and_server_together(start: Any, expected: Any, server: Server, tmp_path: Path) -> None:
+def test_engines_that_write_one_directory_and_one_server(
+    start: Any, reference: Any, expected: Any, server: Server, tmp_path: Path
+) -> None:
     both = settings(server) | {"file": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
-    with start(MODEL, both, **OPTIONS) as engine:
-        same(engine.generate([IDS]), expected)
-        from_files, _ = ask(engine, expected)
-    assert from_files["lmkv_hit_tokens:file"] == HIT
-    assert server.client().dbsize() == CHUNKS
+    prompts = [prompt(seed, 330) for seed in (2, 3)]
+    with start(MODEL, both, **OPTIONS) as first, start(MODEL, both, **OPTIONS) as second:
+        same(first.generate([IDS]), expected)
+        same(second.generate(prompts[:1]), reference(MODEL, prompts[:1], **OPTIONS))
+        from_files, _ = ask(second, expected)
+        assert from_files["lmkv_hit_tokens:file"] == HIT
+        asked = [(engine, engine.submit(prompts[1])) for engine in (first, second)]  # both compute it
+        for engine, request in asked:
+            engine.run()
+            same([engine.answer(request)], reference(MODEL, prompts[1:], **OPTIONS))
+            engine.flush()
+        with first.counting() as counted:
+            same(first.generate(prompts[:1]), reference(MODEL, prompts[:1], **OPTIONS))
+        assert counted["lmkv_hit_tokens:file"] == HIT
+        assert [engine.stored("file") for engine in (first, second)] == [2 * CHUNKS, CHUNKS]
+        assert [engine.stored("redis") for engine in (first, second)] == [2 * CHUNKS, CHUNKS]
+        assert server.client().dbsize() == 3 * CHUNKS
+        first.kill()
+        again, _ = ask(second, expected)
+        assert again["lmkv_hit_tokens:file"] == HIT
 
 
 def test_roles(start: Any, expected: Any, server: Server) -> None:

@@ -307,7 +307,6 @@ Open = Callable[..., Linker]
 def open_linker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """`open_linker(pool, components, host=..., file=...)`: `file=False` for memory alone."""
     monkeypatch.setattr(linker_module, "check_engine", lambda config: None)
-    monkeypatch.setattr(compat, "attention_dp_size", lambda: 1)
     monkeypatch.setattr(linker_module, "engine_fields", lambda config: {"tenant": config.identity.tenant})
     monkeypatch.setattr(compat, "server_args", lambda: SimpleNamespace(pp_size=1, dp_size=1))
     for limit in ("DEFER_S", "TIER_DEADLINE_S", "FLUSH_S"):  # a busy machine is not a fault

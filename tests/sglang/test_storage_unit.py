@@ -284,7 +284,6 @@ def ranks(directory: Path | None, capacity: str = "64MiB", **changed: Any) -> Hi
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing to check or to identify: there is no model."""
     monkeypatch.setattr(storage_module, "check_engine", lambda config: None)
-    monkeypatch.setattr(compat, "attention_dp_size", lambda: 1)
     monkeypatch.setattr(storage_module, "engine_fields", lambda config: {"tenant": config.identity.tenant})
     monkeypatch.setattr(places, "TIER_DEADLINE_S", float(TIMEOUT_S))  # a busy machine is not a fault
 
@@ -916,7 +915,6 @@ def test_close_while_it_is_used(open_storage: Open) -> None:
             True,
         ),
         ({"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2}, True, "replicated-pp1of2", 2, False),
-        ({"dp_rank": 1}, False, "tp0of1-dp1", 1, True),
     ],
 )
 def test_scopes(fields: dict[str, int], replicated: bool, name: str, directories: int, writes: bool) -> None:
@@ -924,10 +922,24 @@ def test_scopes(fields: dict[str, int], replicated: bool, name: str, directories
     assert (scope.name, scope.directories, scope.writes) == (name, directories, writes)
 
 
-def test_data_parallel_ranks_have_the_same_bytes_in_other_directories() -> None:
-    first, second = (scope_of(ranks(None, dp_rank=rank), replicated=False) for rank in (0, 1))
-    assert first.name != second.name
-    assert first.ranks == second.ranks
+def test_data_parallel_ranks_share_a_directory(open_storage: Open, tmp_path: Path) -> None:
+    pools = [mha("page_first"), mha("page_first")]
+    first, second = (open_storage({PoolName.KV: pool}, dp_rank=rank) for rank, pool in enumerate(pools))
+    for pool in pools:  # both compute the same
+        pool.fill(1)
+    source = pools[0].contents()
+    assert first.batch_set_v1(keys(3), pools[0].indices([0, 1, 2])) == [True] * 3
+    assert second.batch_set_v1(keys(5), pools[1].indices([0, 1, 2, 3, 4])) == [True] * 5
+    assert (counters(first)["put_chunks"], counters(second)["put_chunks"]) == (3, 2)
+    deadline = time.monotonic() + TIMEOUT_S
+    while first.batch_exists(keys(5)) < 5:  # news are looked for twice a second
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pools[0].fill(2)
+    before = pools[0].contents()
+    assert first.batch_get_v1(keys(5)[3:], pools[0].indices([8, 9])) == [True] * 2
+    assert pools[0].holds(pools[0].moved(before, source, {8: 3, 9: 4}))
+    assert [folder.name for folder in (tmp_path / "sglang").iterdir()] == ["tp0of1"]
 
 
 def test_ranks_divide_the_capacity_and_share_nothing(open_storage: Open, tmp_path: Path) -> None:
