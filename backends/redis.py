@@ -131,11 +131,13 @@ class RedisTier(Tier):
         if numbers < MIN_VERSION:
             wanted = ".".join(map(str, MIN_VERSION))
             self._servers.close()
-            raise ConfigError("[redis] url", f"{shown} is version {info.version}.", f"use {wanted} or newer.")
+            raise ConfigError(
+                "[redis] url", f"{shown} is {info.product}.", f"use {wanted} or newer, or Valkey."
+            )
         logger.info(
-            "lmkv: %s: version %s%s, maxmemory %s, policy %s",
+            "lmkv: %s: %s%s, maxmemory %s, policy %s",
             shown,
-            info.version,
+            info.product,
             ", a cluster" if info.cluster else "",
             info.maxmemory_bytes or "not set",
             info.policy,

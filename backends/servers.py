@@ -54,6 +54,9 @@ class Address(NamedTuple):
 class ServerInfo(NamedTuple):
     """What a server says of itself."""
 
+    #: Such as "Valkey 9.1.2".
+    product: str
+    #: Of Redis, or the one of Redis that it is compatible with.
     version: str
     cluster: bool
     maxmemory_bytes: int
@@ -256,8 +259,11 @@ class Servers:
                 raise problem from None
             raise
         self._is_cluster = fields.get("cluster_enabled") == "1"
+        version = fields.get("redis_version", "0")
+        valkey = fields.get("valkey_version")
         return ServerInfo(
-            fields.get("redis_version", "0"),
+            f"Valkey {valkey}" if valkey else f"Redis {version}",
+            version,
             self._is_cluster,
             number(fields.get("maxmemory", "0")),
             fields.get("maxmemory_policy", "unknown"),

@@ -21,6 +21,8 @@ from tests.processes import die_with_parent
 from tools import redis_server
 
 START_TIMEOUT_S = 30
+#: Of the servers of which a test does not say what they are. "valkey" runs all tests with Valkey.
+KIND = os.environ.get("LMKV_TEST_REDIS", "redis-server")
 
 
 def free_port() -> int:
@@ -37,12 +39,13 @@ def free_port() -> int:
 
 
 class Server:
-    """One redis-server. `options`: its settings, such as `maxmemory="128mb"`."""
+    """One server. `kind`: the distribution's redis-server, or one of `redis_server.SHIPPED`; `options`: its
+    settings, such as `maxmemory="128mb"`."""
 
-    def __init__(self, directory: Path, *, version: int = 7, port: int | None = None, **options: str) -> None:
-        found = redis_server.redis_6() if version == 6 else redis_server.find("redis-server")
+    def __init__(self, directory: Path, *, kind: str = KIND, port: int | None = None, **options: str) -> None:
+        found = redis_server.find(kind) if kind == "redis-server" else redis_server.shipped(kind)
         if found is None:
-            pytest.skip(f"no redis-server of version {version} here")
+            pytest.skip(f"no {kind} here")
         program, environment = found
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +100,7 @@ class SentinelServer(Server):
     """A Sentinel that watches one master as `main`: the same program, with a file that it writes to."""
 
     def __init__(self, directory: Path, master: Server) -> None:
-        found = redis_server.find("redis-server")
+        found = redis_server.find(KIND) if KIND == "redis-server" else redis_server.shipped(KIND)
         assert found is not None  # the master runs
         directory.mkdir()
         self.directory, self.port, self.options = directory, free_port(), {}

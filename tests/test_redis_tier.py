@@ -23,7 +23,16 @@ from lmkv.config import Config, ConfigError, RedisConfig, Size, Url, load
 from lmkv.record import HEADER_BYTES
 from lmkv.testing import TierConformance, chunk_bytes, chunk_key, run_threads
 from lmkv.tier import Status, Tier, Unavailable
-from tests.redis_servers import Proxy, SentinelServer, Server, certificates, cluster, free_port, running
+from tests.redis_servers import (
+    KIND,
+    Proxy,
+    SentinelServer,
+    Server,
+    certificates,
+    cluster,
+    free_port,
+    running,
+)
 
 PART = 64 * 2**10
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +84,7 @@ def shared_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     limits = {"maxmemory": "64mb", "maxmemory_policy": "allkeys-lru"}
-    with running(tmp_path_factory.mktemp("redis"), version=request.cls.version, **limits) as server:
+    with running(tmp_path_factory.mktemp("redis"), kind=request.cls.kind, **limits) as server:
         yield server
 
 
@@ -92,7 +101,7 @@ class Conformance(TierConformance):
     #: jemalloc's classes are an eighth apart at most, and a name has 150 bytes.
     overhead_bytes_per_chunk = 80 * 2**10
     part_bytes = PART
-    version = 7
+    kind = KIND
     server: Server
 
     @pytest.fixture(autouse=True)
@@ -124,7 +133,13 @@ class TestWhole(Conformance):
     """Each chunk in one value, on a server of version 6."""
 
     part_bytes = 4 * 2**20
-    version = 6
+    kind = "redis-6"
+
+
+class TestValkey(TestWhole):
+    """The same on Valkey."""
+
+    kind = "valkey"
 
 
 # --- sharing
@@ -322,7 +337,7 @@ def test_a_full_server_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
 
 
 def test_a_server_that_evicts_at_random(tmp_path: Path) -> None:
-    with running(tmp_path / "server", maxmemory="14mb", maxmemory_policy="allkeys-random") as server:
+    with running(tmp_path / "server", maxmemory="11mb", maxmemory_policy="allkeys-random") as server:
         tier = open_tier(server)
         wanted = chunks(60)
         assert set(put(tier, wanted)) <= {Status.OK, Status.REJECTED}
@@ -639,6 +654,7 @@ def test_a_bad_url_is_refused(url: str, words: str) -> None:
         RedisTier(settings(url))
 
 
+@pytest.mark.skipif(KIND == "valkey", reason="the package's Valkey is built without TLS")
 def test_certificates(tmp_path: Path) -> None:
     made = certificates(tmp_path / "tls")
 
@@ -710,7 +726,8 @@ def test_how_the_server_evicts_is_looked_at(
     with running(tmp_path / "server", **options) as server:
         tier = open_tier(server)
         assert words in caplog.text
-        assert f"redis://127.0.0.1:{server.port}/0: version 7" in caplog.text
+        product = "Valkey 9" if KIND == "valkey" else "Redis 7"
+        assert f"redis://127.0.0.1:{server.port}/0: {product}" in caplog.text
         assert options.get("maxmemory_policy", "noeviction") in caplog.text
         tier.close()
 

