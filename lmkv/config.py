@@ -249,6 +249,13 @@ class SglangConfig(_Table, frozen=True):
             "SGLang 0.5.20, whose names of stored pages do not tell those apart."
         ),
     ] = False
+    gate: Annotated[
+        bool,
+        Meta(
+            description="Leave a hit below SGLang's host pool, or the linker's memory, alone when loading it "
+            "would take longer than computing it again, by the speeds measured so far."
+        ),
+    ] = True
 
 
 class Config(_Table, frozen=True):

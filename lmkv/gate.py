@@ -1,5 +1,6 @@
 """Whether loading KV beats computing it again, by the speeds measured so far."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -31,11 +32,12 @@ class Gate:
     """Compares the time to load chunks from a tier with the time to compute their tokens.
 
     Both are taken from what this engine did: prefill steps, and reads from the submission of a request's
-    chunks to the arrival of the last, queues included. What was not measured yet is let through.
+    chunks to the arrival of the last, queues included. What was not measured yet is let through. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         #: Tokens a second.
         self.prefill = Speed()
         #: Bytes a second, by tier.
@@ -44,12 +46,14 @@ class Gate:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Note that a step computed so many prompt tokens."""
-        self.prefill.add(tokens, seconds)
+        with self._lock:
+            self.prefill.add(tokens, seconds)
 
     def loaded(self, tier: str, size_bytes: int, seconds: float) -> None:
         """Note that chunks came from a tier."""
-        self.loads.setdefault(tier, Speed()).add(size_bytes, seconds)
-        self._measured_at[tier] = self._clock()
+        with self._lock:
+            self.loads.setdefault(tier, Speed()).add(size_bytes, seconds)
+            self._measured_at[tier] = self._clock()
 
     def recompute_s(self, tokens: int) -> float | None:
         """Seconds to compute so many tokens; None if that was not measured."""
@@ -58,12 +62,13 @@ class Gate:
 
     def worth(self, tier: str, size_bytes: int, tokens: int) -> bool:
         """Whether to load chunks of `size_bytes` that hold the KV of `tokens`."""
-        recompute_s = self.recompute_s(tokens)
-        speed = self.loads[tier].per_s if tier in self.loads else None
-        if recompute_s is None or not speed or size_bytes / speed <= recompute_s:
+        with self._lock:
+            recompute_s = self.recompute_s(tokens)
+            speed = self.loads[tier].per_s if tier in self.loads else None
+            if recompute_s is None or not speed or size_bytes / speed <= recompute_s:
+                return True
+            now = self._clock()
+            if now - self._measured_at[tier] < _STALE_S:
+                return False
+            self._measured_at[tier] = now
             return True
-        now = self._clock()
-        if now - self._measured_at[tier] < _STALE_S:
-            return False
-        self._measured_at[tier] = now
-        return True

@@ -12,6 +12,7 @@ class Request:
         "deadline",
         "done",
         "failed",
+        "gated",
         "hit_leases",
         "loading",
         "number",
@@ -30,6 +31,9 @@ class Request:
         self.cacheable = cacheable
         #: Until then another engine is expected to store its chunks; None if none is.
         self.wait_until = wait_until
+        #: Its loads have to beat computing. What another engine computes for a request that waits for it is
+        #: not computed here.
+        self.gated = wait_until is None
         #: When it stops waiting for promotions; None while it waits for nothing.
         self.deadline: float | None = None
         self.done = False

@@ -294,14 +294,15 @@ class Store:
         """Nobody waits for longer than computing would take, if that is known."""
         tokens = max(self._window_tokens.values(), default=0)
         self._window_tokens.clear()
-        if self._gate is None or request.deadline is None or request.wait_until is not None:
+        if self._gate is None or request.deadline is None or not request.gated:
             return
         recompute_s = self._gate.recompute_s(tokens)
         if recompute_s is not None:
             request.deadline = min(request.deadline, self._window_now + recompute_s)
 
     def presence(self, keys: Sequence[bytes]) -> list[Presence]:
-        """Where each chunk lies, as far as that is known now: a server is asked, for the next time."""
+        """Where each chunk of one group lies, as far as that is known now: a server is asked, for the next
+        time. What the gate leaves alone is nowhere."""
         ready = self.index.ready
         found = [Presence.HOST if key in ready else Presence.NOWHERE for key in keys]
         now = self._clock()
@@ -317,9 +318,12 @@ class Store:
                 unknown = (name for name, known in zip(names, there, strict=True) if known is None)
                 below.unasked |= dict.fromkeys(name for name in unknown if name not in below.asking)
                 self._submit_ask(below)
-            for i, is_there in zip(missing, there, strict=True):
-                if is_there:
-                    found[i] = Presence.BELOW
+            here = [i for i, is_there in zip(missing, there, strict=True) if is_there]
+            if here and not self._worth(below, [keys[i] for i in here]):
+                self.metrics.add("lmkv_misses", len(here), "gate")
+                continue
+            for i in here:
+                found[i] = Presence.BELOW
         return found
 
     @property
@@ -705,16 +709,18 @@ class Store:
                     self._finish_read(below, batch, [Status.REJECTED] * len(batch), "rejected")
 
     def _pays(self, below: Below, wanted: list[Promotion]) -> bool:
-        """Whether the gate lets these chunks be read. What another engine computes for a request that
-        waits for it is not computed here."""
-        if self._gate is None or any(request.wait_until for p in wanted for request in p.waiters):
+        """Whether the gate lets these chunks be read."""
+        gated = all(request.gated for promotion in wanted for request in promotion.waiters)
+        return not gated or self._worth(below, [promotion.entry.key for promotion in wanted])
+
+    def _worth(self, below: Below, keys: Sequence[bytes]) -> bool:
+        """Whether loading these chunks beats computing them."""
+        if self._gate is None:
             return True
-        tokens: Counter[bytes] = Counter()  # by group: chunks of several groups hold the same tokens
-        for promotion in wanted:
-            group = promotion.entry.key[-GROUP_BYTES:]
-            tokens[group] += self._chunk_tokens[group]
-        size = sum(promotion.entry.chunk_bytes for promotion in wanted)
-        return self._gate.worth(below.name, size, max(tokens.values()))
+        groups = Counter(key[-GROUP_BYTES:] for key in keys)  # chunks of several hold the same tokens
+        size = sum(count * self._chunk_bytes[group] for group, count in groups.items())
+        tokens = max(count * self._chunk_tokens[group] for group, count in groups.items())
+        return self._gate.worth(below.name, size, tokens)
 
     def _end_read_job(self, below: Below, job: Job) -> None:
         batch, reading = job.tag

@@ -38,6 +38,7 @@ ANNOUNCES_POOLS = hasattr(hicache_storage.HiCacheStorage, "on_host_pools_registe
 #: The method before which flags can still be set.
 RESOLVE = "resolve_once" if _release() >= (0, 5, 19) else "__post_init__"
 SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 #: Methods of a scheduler that replace weights.
 UPDATER = (
     "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -70,6 +71,11 @@ def server_args() -> Any:
 
         return get_global_server_args()
     return resolving_view(get_server_args())
+
+
+def prompt_tokens(batch: Any) -> int:
+    """Prompt tokens that a `ScheduleBatch` computes; 0 if it does something else."""
+    return int(batch.extend_num_tokens or 0) if batch.forward_mode.name in ("EXTEND", "MIXED") else 0
 
 
 def model_config() -> Any:

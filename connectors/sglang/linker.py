@@ -168,6 +168,8 @@ class LMKVLinker(UnifiedCacheLinker):
             chunk_bytes=dict(enumerate(sizes)),
             namespace=namespace,
             below=below,
+            gate=live.gate if config.sglang.gate else None,
+            chunk_tokens=dict.fromkeys(range(len(sizes)), self._group.page_size),
             metrics=SharedMetrics(),
         )
         logger.info(
@@ -268,6 +270,7 @@ class LMKVLinker(UnifiedCacheLinker):
         if not keys:
             return None
         request = self._store.new_request()
+        request.gated = False  # `lookup` asked the gate
         while (transfer := self._claim(request, keys)) is None:
             if request.done:
                 return None

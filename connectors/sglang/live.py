@@ -9,6 +9,8 @@ being written meanwhile is never read either.
 import weakref
 from typing import Protocol
 
+from lmkv.gate import Gate
+
 
 class Live(Protocol):
     """A storage or a linker."""
@@ -17,6 +19,8 @@ class Live(Protocol):
         """Serve nothing older than now, and leave what other engines share alone."""
 
 
+#: Whether loading beats computing here, as far as it was measured.
+gate = Gate()
 _serving: "weakref.WeakSet[Live]" = weakref.WeakSet()
 _watched = False
 

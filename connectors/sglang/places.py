@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from lmkv.below import TIER_DEADLINE_S, ProbedBreaker
 from lmkv.executor import Breaker
+from lmkv.gate import Gate
 from lmkv.keys import KEY_BYTES
 from lmkv.metrics import RateLimitedLog
 from lmkv.store import DEFER_BYTES_PER_S
@@ -16,9 +17,13 @@ from lmkv.tier import Buffer, Status, Tier, Unavailable
 class Place:
     """A tier that pages are moved to and from. Its calls come on SGLang's threads and on the storage's."""
 
-    def __init__(self, tier: Tier, log: RateLimitedLog, *, role: str, writes: bool = True) -> None:
-        """`role`: as in the tier's settings. `writes`: whether this rank stores at all."""
+    def __init__(
+        self, tier: Tier, log: RateLimitedLog, gate: Gate | None = None, *, role: str, writes: bool = True
+    ) -> None:
+        """`gate`: is told how fast it reads. `role`: as in the tier's settings. `writes`: whether this rank
+        stores at all."""
         self.tier = tier
+        self._gate = gate
         self.name = tier.info.name
         self.readable = role != "write_only"
         self.writable = writes and role != "read_only"
@@ -28,6 +33,9 @@ class Place:
         )
         self._lock = threading.Lock()
         self._deadlines: dict[object, float] = {}  # of the I/O under way
+        # Reads of a batch run side by side; what they do together is measured.
+        self._reads = self._read_bytes = 0
+        self._reads_began = 0.0
 
     def healthy(self) -> bool:
         """Whether the tier is to be used now; opens the breaker when I/O is overdue."""
@@ -53,8 +61,23 @@ class Place:
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Buffer], size_bytes: int) -> list[Status]:
         """`Tier.get`, watched. `size_bytes`: of all chunks."""
-        with self._watched(size_bytes):
-            return self._reported(self.tier.get(keys, buffers))
+        with self._lock:
+            if self._reads == 0:
+                self._reads_began, self._read_bytes = time.monotonic(), 0
+            self._reads += 1
+        loaded_bytes = 0
+        try:
+            with self._watched(size_bytes):
+                statuses = self._reported(self.tier.get(keys, buffers))
+            loaded_bytes = size_bytes * statuses.count(Status.OK) // len(keys)
+            return statuses
+        finally:
+            with self._lock:
+                self._reads -= 1
+                self._read_bytes += loaded_bytes
+                if self._gate is not None and self._reads == 0 and self._read_bytes:
+                    seconds = time.monotonic() - self._reads_began
+                    self._gate.loaded(self.name, self._read_bytes, seconds)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer], size_bytes: int) -> list[Status]:
         """`Tier.put`, watched. `size_bytes`: of all chunks."""

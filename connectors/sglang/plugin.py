@@ -1,7 +1,7 @@
 """Entry point `sglang.srt.plugins`: SGLang calls `register` in every process it starts.
 
 It turns lmkv on by SGLang's own flags where lmkv is configured and no flag speaks of it, and has SGLang tell
-lmkv when weights change.
+lmkv when weights change and how fast prompts are computed.
 """
 
 import json
@@ -22,14 +22,20 @@ PREFETCH_TOKENS = 64
 
 
 def register() -> None:
-    """Hook the resolution of flags and every way in which weights are replaced."""
+    """Hook the resolution of flags, every way in which weights are replaced, and the scheduler's batches."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from lmkv.connectors.sglang import compat
+    from lmkv.connectors.sglang.steps import Steps
 
     HookRegistry.register(f"{compat.SERVER_ARGS}.{compat.RESOLVE}", _resolve, HookType.BEFORE)
     for method in compat.UPDATES:
         HookRegistry.register(f"{compat.UPDATER}.{method}", _update_weights, HookType.AROUND)
+    steps = Steps()
+    HookRegistry.register(f"{compat.SCHEDULER}.run_batch", steps.run_batch, HookType.AROUND)
+    HookRegistry.register(
+        f"{compat.SCHEDULER}.process_batch_result", steps.process_batch_result, HookType.AROUND
+    )
     live.watch()
 
 

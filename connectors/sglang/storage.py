@@ -87,6 +87,7 @@ class LMKVStorage(HiCacheStorage):
         check_engine(self._config)
         check_storage(storage_config)
         self._fields = engine_fields(self._config)
+        self._gate = live.gate if self._config.sglang.gate else None
         self._pools: dict[str, Any] = {}
         self._ready: dict[str, _Ready] = {}
         self._files: dict[Scope, Place] = {}
@@ -151,13 +152,14 @@ class LMKVStorage(HiCacheStorage):
             if scope not in self._files:
                 tier = open_scope(self._config, scope, page_bytes, parts=parts)
                 role = self._config.file.role
-                self._files[scope] = Place(tier, self.log, role=role, writes=scope.writes)
+                self._files[scope] = Place(tier, self.log, self._gate, role=role, writes=scope.writes)
                 logger.info("lmkv: files in %s", scope.directory(self._config))
             places.append(self._files[scope])
         if self._redis is not None:
             if scope.writes not in self._servers:
                 role = self._config.redis.role
-                self._servers[scope.writes] = Place(self._redis, self.log, role=role, writes=scope.writes)
+                place = Place(self._redis, self.log, self._gate, role=role, writes=scope.writes)
+                self._servers[scope.writes] = place
             places.append(self._servers[scope.writes])
         return tuple(places)
 
@@ -172,7 +174,7 @@ class LMKVStorage(HiCacheStorage):
     @guarded(lambda *_, **__: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many of the pages are stored, from the first on without a gap."""
-        return leading(self._present(_KV, keys))
+        return leading(self._worthwhile(keys))
 
     @guarded(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -184,7 +186,7 @@ class LMKVStorage(HiCacheStorage):
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> Any:
         """Prefixes that can be restored in all pools; see `lmkv.connectors.sglang.policies`."""
-        pages = leading(self._present(_KV, keys))
+        pages = leading(self._worthwhile(keys))
         hits: dict[Any, int] = {compat.KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in pool_transfers or ():
@@ -203,17 +205,34 @@ class LMKVStorage(HiCacheStorage):
 
     def _present(self, name: str, keys: Sequence[str]) -> list[bool]:
         """Which pages any tier has; the next one is asked for what the ones before lack."""
+        return [place is not None for place in self._places_of(name, keys)]
+
+    def _places_of(self, name: str, keys: Sequence[str]) -> list[Place | None]:
         ready = self._ready.get(name)
+        found: list[Place | None] = [None] * len(keys)
         if ready is None:
-            return [False] * len(keys)
+            return found
         names = self._keys(ready, keys)
-        present = ready.places[0].contains(names)
-        for place in ready.places[1:]:
-            missing = [i for i, is_there in enumerate(present) if not is_there]
+        for place in ready.places:
+            missing = [i for i, where in enumerate(found) if where is None]
             if missing:
                 for i, is_there in zip(missing, place.contains([names[i] for i in missing]), strict=True):
-                    present[i] = is_there
-        return present
+                    found[i] = place if is_there else None
+        return found
+
+    def _worthwhile(self, keys: Sequence[str]) -> list[bool]:
+        """Which pages of KV are stored where loading them beats computing them."""
+        found = self._places_of(_KV, keys)
+        if self._gate is None or not any(found):
+            return [place is not None for place in found]
+        pages = self._ready[_KV].pages
+        refused = set()
+        for place in {place for place in found if place is not None}:
+            count = found.count(place)
+            if not self._gate.worth(place.name, count * pages.page_bytes, count * pages.page_size):
+                refused.add(place)
+                self.metrics.add("lmkv_misses", count, "gate")
+        return [place is not None and place not in refused for place in found]
 
     def _keys(self, ready: _Ready, keys: Sequence[str]) -> list[bytes]:
         digest, decode = ready.namespace.digest, bytes.fromhex

@@ -63,7 +63,8 @@ def hicache(
         "class_name": "LMKVStorage",
         "interface_v1": 1,
         "prefetch_threshold": PAGE,
-        "lmkv": {"file": {"path": str(directory), "capacity": capacity}},
+        # Tiny models compute faster than any disk loads.
+        "lmkv": {"file": {"path": str(directory), "capacity": capacity}, "sglang": {"gate": False}},
     }
     return {
         "enable_hierarchical_cache": True,
@@ -81,7 +82,11 @@ def linker(
     directory: Path, *, host: str = "256MiB", capacity: str = "1GiB", extra: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Options of an engine with lmkv's direct linker: a slab of `host` and the file tier below it."""
-    settings = {"host": {"capacity": host}, "file": {"path": str(directory), "capacity": capacity}}
+    settings = {
+        "host": {"capacity": host},
+        "file": {"path": str(directory), "capacity": capacity},
+        "sglang": {"gate": False},
+    }
     config = {
         "linker": "LMKVLinker",
         "linker_module_path": "lmkv.connectors.sglang",

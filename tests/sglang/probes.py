@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lmkv.connectors.sglang import live
+
 
 def serving(scheduler: Any) -> Any:
     """The storage or the linker of this rank."""
@@ -17,6 +19,11 @@ def counters(scheduler: Any) -> dict[str, float]:
     """lmkv's counters of this rank, as "name label"."""
     values = serving(scheduler).metrics.values
     return {" ".join((name, *labels)): value for (name, labels), value in values.items()}
+
+
+def prefill_speed(scheduler: Any) -> float:
+    """Prompt tokens a second, as this rank measured it; 0 if it did not."""
+    return live.gate.prefill.per_s or 0.0
 
 
 def stored_chunks(scheduler: Any) -> int:

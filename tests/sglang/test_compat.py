@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache import utils
 
+from tests.sglang import probes
 from tests.sglang.harness import PAGE, Engine, EngineError, hicache, prompt
 from tools import models
 
@@ -33,7 +34,8 @@ def same(answers: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 def with_lmkv(directory: Path, *, single_tenant: bool = not TELLS_TENANTS) -> dict[str, Any]:
     file = {"path": str(directory), "capacity": "512MiB"}
-    return hicache(directory, extra={"lmkv": {"file": file, "sglang": {"single_tenant": single_tenant}}})
+    sglang = {"single_tenant": single_tenant, "gate": False}
+    return hicache(directory, extra={"lmkv": {"file": file, "sglang": sglang}})
 
 
 def test_cold_then_storage_then_restart(tmp_path: Path) -> None:
@@ -47,6 +49,7 @@ def test_cold_then_storage_then_restart(tmp_path: Path) -> None:
         cold = [engine.generate([ids])[0] for ids in prompts]
         same(cold, expected)
         assert [answer["cached"] for answer in cold] == [0, 0]
+        assert all(speed > 0 for speed in engine.inside(probes.prefill_speed))
         engine.wait_written()
         assert engine.flush_cache()
         found = [engine.generate([ids])[0] for ids in prompts]
@@ -54,7 +57,7 @@ def test_cold_then_storage_then_restart(tmp_path: Path) -> None:
         assert [answer["sources"]["storage"] for answer in found] == hits
 
     # In another process, and without a flag that names lmkv.
-    environ = {"LMKV_FILE_PATH": str(cache), "LMKV_FILE_CAPACITY": "512MiB"}
+    environ = {"LMKV_FILE_PATH": str(cache), "LMKV_FILE_CAPACITY": "512MiB", "LMKV_SGLANG_GATE": "false"}
     environ |= {} if TELLS_TENANTS else {"LMKV_SGLANG_SINGLE_TENANT": "true"}
     options = {"hicache_mem_layout": "page_first_direct", "hicache_io_backend": "direct"}
     options["hicache_storage_prefetch_policy"] = "wait_complete"
