@@ -99,7 +99,8 @@ class FileConfig(_Table, frozen=True):
     capacity: Annotated[
         Size | None,
         Meta(
-            description="Upper bound on the disk space that the directory takes, bookkeeping included.",
+            description="Upper bound on the disk space that the directory takes, bookkeeping included. Of "
+            "engines that share it, the bound of whoever opened it last holds for all.",
             extra={
                 "default": "50 % of the disk space that is free or already the directory's, at most 100 GiB"
             },
