@@ -203,6 +203,14 @@ class IdentityConfig(_Table, frozen=True):
             max_length=128,  # it is printed in one line of `lmkv explain`
         ),
     ] = "default"
+    weights: Annotated[
+        Literal["sampled", "whole"],
+        Meta(
+            description="How much of the weight files says which model it is: their headers, sizes and "
+            "samples of 64 KiB, or `whole`, which takes minutes per 100 GB the first time and is remembered in "
+            "`~/.cache/lmkv/weights.json`. Instances that share must agree."
+        ),
+    ] = "sampled"
 
 
 class VllmConfig(_Table, frozen=True):
@@ -289,6 +297,7 @@ _EXPECTED: dict[Any, str] = {
     Size: 'a size such as "4MiB"',
     Duration | None: 'a time such as "7d"',
     Literal["storage", "linker"]: '"storage" or "linker"',
+    Literal["sampled", "whole"]: '"sampled" or "whole"',
     Role: '"read_write", "read_only" or "write_only"',
     Policy: '"write_through" or "demote"',
 }

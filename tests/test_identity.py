@@ -1,14 +1,17 @@
 """The digest of a model's weights: whatever changes the KV changes it, and nothing else does."""
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lmkv import identity
-from lmkv.identity import weights_digest
+from lmkv.identity import Memory, weights_digest
 
 SAMPLE = identity._SAMPLE_BYTES
 BODY_BYTES = 4 << 20
@@ -154,3 +157,64 @@ def test_a_file_that_is_no_safetensors_is_hashed_all_the_same(tmp_path: Path, co
     first = weights_digest(tmp_path)
     (tmp_path / "w.safetensors").write_bytes(content + b"\0")
     assert first is not None and weights_digest(tmp_path) not in (None, first)
+
+
+# --- hashed in full
+
+
+def unsampled(model: Path) -> int:
+    """A place of a.safetensors in no sample."""
+    return ((model / "a.safetensors").stat().st_size - SAMPLE) * 15 // 31 + SAMPLE + 100
+
+
+def test_any_byte_changes_the_digest_of_whole_files(model: Path, tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "weights.json")
+    sampled, before = weights_digest(model), weights_digest(model, whole=memory)
+    assert sampled != before
+    flip(model / "a.safetensors", unsampled(model))
+    assert weights_digest(model) == sampled
+    assert weights_digest(model, whole=memory) != before
+    flip(model / "a.safetensors", unsampled(model))
+    assert weights_digest(model, whole=memory) == before
+    swap(model)
+    assert weights_digest(model, whole=memory) != before
+
+
+def test_whole_files_are_read_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache" / "lmkv" / "weights.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read: list[str] = []
+    file_digest = hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        read.append(Path(file.name).name)
+        return file_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    before = weights_digest(model, whole=Memory.of_user())
+    assert sorted(read) == ["a.safetensors", "b.safetensors"] and path.stat().st_mode & 0o777 == 0o600
+    assert weights_digest(model, whole=Memory.of_user()) == before and len(read) == 2
+    # The time of the last write can be set back, that of the last change cannot.
+    changed = model / "b.safetensors"
+    times = changed.stat()
+    flip(changed, 5000)
+    os.utime(changed, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert weights_digest(model, whole=Memory.of_user()) != before and read[2:] == ["b.safetensors"]
+    for damaged in ("", "{", "[1]", "\xff"):
+        path.write_text(damaged, encoding="latin-1")
+        flip(changed, 5000)
+        flip(changed, 5000)
+        weights_digest(model, whole=Memory.of_user())
+    assert len(read) == 3 + 2 * 4
+    path.unlink()
+    path.mkdir()  # it cannot be written to
+    assert weights_digest(model, whole=Memory.of_user()) is not None
+    assert [entry.name for entry in path.parent.iterdir() if entry != path] == []
+
+
+def test_no_more_files_are_remembered_than_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_MAX_REMEMBERED", 3)
+    for number in range(5):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number]))
+    weights_digest(tmp_path, whole=Memory(tmp_path / "weights.json"))
+    assert len(json.loads((tmp_path / "weights.json").read_text())) == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 from lmkv.config import Config
 from lmkv.connectors.sglang import compat
-from lmkv.identity import config_digest, local_model, weights_digest
+from lmkv.identity import Memory, config_digest, local_model, weights_digest
 from lmkv.keys import Namespace
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ def engine_fields(config: Config) -> dict[str, str]:
     that says so. What cannot be identified gives the engine namespaces of its own.
     """
     server, model = compat.server_args(), compat.model_config()
-    weights = _digest("weights", server.model_path, server.revision, str(server.load_format))
+    whole = Memory.of_user() if config.identity.weights == "whole" else None
+    weights = _digest("weights", server.model_path, server.revision, str(server.load_format), whole)
     draft = getattr(server, "speculative_draft_model_path", None)
     return {
         "record": "1",
@@ -44,8 +45,8 @@ def engine_fields(config: Config) -> dict[str, str]:
         "kv_dtype": str(server.kv_cache_dtype),
         # A drafting engine hashes pairs of tokens and may pack the draft's KV beside the target's.
         "speculation": str(server.speculative_algorithm),
-        "draft": _digest("draft weights", draft, None, "") if draft else "none",
-        "adapters": _adapters(getattr(server, "lora_paths", None)),
+        "draft": _digest("draft weights", draft, None, "", whole) if draft else "none",
+        "adapters": _adapters(getattr(server, "lora_paths", None), whole),
         "hash_algorithm": "sglang-sha256",
     }
 
@@ -75,9 +76,9 @@ def renewed(namespace: Namespace) -> Namespace:
     return Namespace.of({**namespace.fields, "reset": uuid.uuid4().hex})
 
 
-def _digest(what: str, path: str, revision: str | None, load_format: str) -> str:
+def _digest(what: str, path: str, revision: str | None, load_format: str, whole: Memory | None) -> str:
     model = None if load_format.endswith("dummy") else local_model(path, revision)
-    digest = weights_digest(model) if model is not None else None
+    digest = weights_digest(model, whole=whole) if model is not None else None
     if digest is None:
         logger.warning(
             "lmkv: the %s of %s cannot be identified (load format %s); nothing is shared with other engines "
@@ -90,13 +91,13 @@ def _digest(what: str, path: str, revision: str | None, load_format: str) -> str
     return digest
 
 
-def _adapters(adapters: Any) -> str:
+def _adapters(adapters: Any, whole: Memory | None) -> str:
     """Digest of the adapters named at start: SGLang's page hash holds their names and paths, not their
     content. One that is loaded later gets an id that no other process has."""
     if not adapters:
         return "none"
     parts = [
-        (adapter.lora_name, adapter.lora_path, _digest("adapter", adapter.lora_path, None, ""))
+        (adapter.lora_name, adapter.lora_path, _digest("adapter", adapter.lora_path, None, "", whole))
         for adapter in adapters
     ]
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from lmkv.config import Config
 from lmkv.connectors.vllm import compat
-from lmkv.identity import config_digest, local_model, weights_digest
+from lmkv.identity import Memory, config_digest, local_model, weights_digest
 from lmkv.keys import Namespace
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def namespace_of(
     flag that says so. Weights that cannot be identified give the engine a namespace of its own.
     """
     model, parallel = vllm_config.model_config, offloading.parallel
-    weights = _weights(vllm_config)
+    weights = _weights(vllm_config, whole=config.identity.weights == "whole")
     if weights is None:
         logger.warning(
             "lmkv: the weights of %s cannot be identified (load format %s); nothing is shared with other "
@@ -76,9 +76,9 @@ def _states(kv_cache_config: KVCacheConfig) -> dict[str, str]:
     return {"states": "; ".join(states)} if states else {}
 
 
-def _weights(vllm_config: VllmConfig) -> str | None:
+def _weights(vllm_config: VllmConfig, *, whole: bool) -> str | None:
     model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
         return None
     path = local_model(model.model, model.revision)
-    return None if path is None else weights_digest(path)
+    return None if path is None else weights_digest(path, whole=Memory.of_user() if whole else None)
