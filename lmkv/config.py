@@ -207,7 +207,7 @@ class IdentityConfig(_Table, frozen=True):
         Literal["sampled", "whole"],
         Meta(
             description="How much of the weight files says which model it is: their headers, sizes and "
-            "samples of 64 KiB, or `whole`, which takes minutes per 100 GB the first time and is remembered in "
+            "samples of 64 KiB, or `whole`, which takes minutes per 100 GB the first time and is kept in "
             "`~/.cache/lmkv/weights.json`. Instances that share must agree."
         ),
     ] = "sampled"
