@@ -28,7 +28,7 @@ from lmkv.keys import NAMESPACE_BYTES
 
 #: More news than this is not read while a caller waits: 1,024 entries take ~3 ms.
 MAX_INLINE_BYTES = 1024 * ENTRY_BYTES
-#: Entries that are applied without letting a read in between.
+#: Entries that are applied without letting a read in between, or appended without compacting in between.
 _SLICE = 1024
 #: Chunks whose first read was not told to the other processes yet; what is above that goes untold.
 _MAX_UNTOLD = 4096
@@ -46,7 +46,8 @@ class Catalog:
         self._directory = directory
         self._mutex = threading.RLock()  # the journal; taken before `lock`
         self._journal = Journal(directory.journal_path)
-        self._closed = False
+        self._closed = self._displaced = False
+        self.loads = 0  # of the journal, from its start
         self._moving: set[bytes] = set()  # read from a recycled segment, to be put again
         self._owed: list[Row] = []  # removes that the journal does not have yet
         self._untold: dict[bytes, int] = {}  # place by key
@@ -58,6 +59,7 @@ class Catalog:
         """Read the journal from the start. Raises OSError."""
         with self._mutex:
             image = self._journal.read()
+            self._displaced = not self._directory.in_place()  # what was read has another lock than ours
             # Listed after the journal was read: what that speaks of is there unless it was deleted since.
             existing = self._directory.scan().segments
             index = Index.build(image, existing, self._directory.segment_bytes)
@@ -66,6 +68,7 @@ class Catalog:
                     if index.lies_at(row.key, row.segment << 16 | row.offset):
                         index.discard(row.key)
                 self.index = index
+                self.loads += 1
                 self.damaged += image.damaged
             self._moving.clear()
             self._told_bytes = None
@@ -90,6 +93,9 @@ class Catalog:
             else:
                 self.load()
             return True
+        except BaseException:
+            self._journal.close()  # what it has read may not be in the index: the next time, all of it
+            raise
         finally:
             self._mutex.release()
 
@@ -101,6 +107,8 @@ class Catalog:
         """
         with self._directory.locked():
             self.follow()
+            if self._displaced:
+                raise FileNotFoundError(errno.ENOENT, "the directory was removed or replaced")
             yield
 
     def put(self, rows: Sequence[Row], *, again: bool) -> list[Row]:
@@ -108,9 +116,9 @@ class Catalog:
 
         Those that are put `again`, from a recycled segment, only if nobody has removed them meanwhile.
         """
-        fresh = [
-            row for row in rows if not self.index.has(row.key) and self.is_newest(row.segment, row.generation)
-        ]
+        if not all(self.is_newest(row.segment, row.generation) for row in rows):
+            raise OSError(errno.ESTALE, "the journal was lost meanwhile")
+        fresh = [row for row in rows if not self.index.has(row.key)]
         if again:
             fresh = [row for row in fresh if row.key in self._moving]
         if not fresh:
@@ -125,7 +133,7 @@ class Catalog:
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
         """Forget chunks, durably. Returns those that were there."""
         keys = dict.fromkeys(keys)
-        there = []
+        there, elsewhere = [], []
         with self.lock:
             for key in keys:
                 if self.index.has(key) or key in self._moving:
@@ -134,10 +142,10 @@ class Catalog:
                     self._owed.append(self.index.row(REMOVE, key))
                     self.index.discard(key)
                 else:  # another process may be moving it
-                    self._owed.append(Row(REMOVE, key=key))
+                    elsewhere.append(Row(REMOVE, key=key))
             self._moving.difference_update(keys)
         if keys:
-            self.tell()
+            self._append(elsewhere, sync=True)
         return there
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -222,7 +230,11 @@ class Catalog:
             with self.lock:
                 owed = list(self._owed)
             surviving = self.index.chunks + len(self.index.segments)
-            self._journal.append([*owed, *rows], surviving, sync=sync)
+            rows = [*owed, *rows]
+            while len(rows) > _SLICE:  # a journal of the least size has room for these, once it is compacted
+                self._journal.append(rows[:_SLICE], surviving)
+                rows = rows[_SLICE:]
+            self._journal.append(rows, surviving, sync=sync)
             with self.lock:
                 del self._owed[: len(owed)]
 

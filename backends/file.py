@@ -6,7 +6,6 @@ nothing else. Several processes write and read one directory: `catalog.py` says 
 where, `space.py` how they share its capacity.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -108,16 +107,16 @@ class FileTier(Tier):
         self._landed = threading.Condition(self._write_lock)
         self._adopted = False
         self._closed = False
+        self._opened_by = os.getpid()
         self._scratch = Scratch()
-        self._files: dict[int, tuple[int, SegmentFile]] = {}  # open for reading, and their generation
+        self._files: dict[int, tuple[tuple[int, int], SegmentFile]] = {}  # open for reading, by segment
         self._next_place_check = self._next_poll = self._next_attempt = self._next_log = 0.0
         self._following: threading.Thread | None = None
         try:
             self._counters["foreign_files"] = self._directory.scan().foreign_files
             self._catalog.load()
             if not read_only:
-                with contextlib.suppress(TimeoutError):  # `put` will try again
-                    self._adopt()
+                self._is_ready()  # else `put` tries again
             self._say("opened")
         except (OSError, ConfigError) as error:
             self.close()
@@ -284,14 +283,16 @@ class FileTier(Tier):
                 suspects.append(want)
 
     def _open(self, segment: int, generation: int) -> SegmentFile:
-        # Another process may drop a file and make a new one of its name, but not within a generation.
-        known, file = self._files.get(segment, (-1, None))
-        if file is None or known != generation:
+        # Another process may drop a file and make a new one of its name, but not within a generation; those
+        # begin anew with a new journal.
+        version = self._catalog.loads, generation
+        known, file = self._files.get(segment, (None, None))
+        if file is None or known != version:
             file = self._directory.open_segment(segment)
             with self._counting:
                 while len(self._files) >= MAX_OPEN_FILES:
                     del self._files[next(iter(self._files))]
-                self._files[segment] = generation, file
+                self._files[segment] = version, file
         return file
 
     def _same(self, want: _Wanted) -> bool:
@@ -342,15 +343,19 @@ class FileTier(Tier):
         status = Status.OK
         try:
             while at < len(records) and status is Status.OK:
-                batch = self._fitting(records[at:])
-                chunks = self._catalog.index.chunks + len(self._in_flight) + len(batch)
-                if chunks > self._catalog.max_chunks and (oldest := self._space.oldest()) is not None:
-                    self._recycle(oldest)
-                elif chunks > self._catalog.max_chunks or not batch:
-                    status = self._roll(records[at].blocks * BLOCK_BYTES, pieces)
-                else:
+                room = self._catalog.max_chunks - self._catalog.index.chunks - len(self._in_flight)
+                batch = self._fitting(records[at : at + max(room, 0)])
+                if batch:
                     pieces.append(self._take(batch))
                     at += len(batch)
+                elif room > 0:
+                    status = self._roll(records[at].blocks * BLOCK_BYTES, pieces)
+                elif (oldest := self._space.oldest()) is not None:
+                    self._recycle(oldest)
+                elif self._active is not None:
+                    self._active = None  # it may be the only one that nobody else writes to
+                else:
+                    status = Status.REJECTED
         except OSError as error:
             self._failed("take space", error)
             status = Status.UNAVAILABLE
@@ -388,28 +393,26 @@ class FileTier(Tier):
         """
         if bounced := sum([record.payload.bounces for record in piece.records]):
             self._count(bounced=bounced)
-        status, used = Status.OK, False
+        status, used = Status.UNAVAILABLE, False
         try:
             write(piece, self._scratch)
+            with self._write_lock:
+                used = True  # at least some of it may be in the journal
+                used = self._offer(piece)
+            status = Status.OK
         except OSError as error:
-            self._failed("write", error)
-            status = Status.UNAVAILABLE
-        with self._write_lock:
-            try:
-                if status is Status.OK:
-                    used = self._offer(piece)
-            except OSError as error:
-                self._failed("write the journal", error)
-                status, used = Status.UNAVAILABLE, True  # some of it may be in the journal
-            active = self._active
-            if not used and active and active.file is piece.file and self._tail == piece.end:
-                self._tail = piece.start  # the next batch goes to the same place
-            if piece.again:
-                self._catalog.moved(row.key for row in piece.rows)
-            for row in piece.rows:
-                del self._in_flight[row.key]
-            piece.outcome.append(status)
-            self._landed.notify_all()
+            self._failed("store", error)
+        finally:  # whatever it was: other threads wait for the outcome
+            with self._write_lock:
+                active = self._active
+                if not used and active and active.file is piece.file and self._tail == piece.end:
+                    self._tail = piece.start  # the next batch goes to the same place
+                if piece.again:
+                    self._catalog.moved(row.key for row in piece.rows)
+                for row in piece.rows:
+                    del self._in_flight[row.key]
+                piece.outcome.append(status)
+                self._landed.notify_all()
         return dict.fromkeys((row.key for row in piece.rows), status)
 
     def _offer(self, piece: Piece) -> bool:
@@ -503,7 +506,7 @@ class FileTier(Tier):
             try:
                 self._adopt()
             except OSError as error:
-                self._failed("lock the directory", error)
+                self._failed("prepare the directory for storing", error)
         return self._adopted
 
     def _adopt(self) -> None:
@@ -538,6 +541,8 @@ class FileTier(Tier):
         self, keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None, *, writable: bool = False
     ) -> None:
         """Raise ValueError on what only a programming error can cause."""
+        if self._opened_by != os.getpid():  # threads that do not exist here may hold its locks
+            raise ValueError("a forked process has to open the file tier anew")
         if self._closed:
             raise ValueError("the file tier is closed")
         check_batch(keys, buffers, writable=writable)

@@ -15,7 +15,7 @@ One entry is 64 little-endian bytes, so a damaged one is skipped without losing 
         20   36  the key behind its namespace digest; in a namespace entry the digest and 4 zero bytes
         56    8  XXH3-64 of bytes 0..55
 
-A put holds while its generation is its segment's newest and no remove names its place, whatever the
+A put holds while its generation is its segment's newest and no remove names its place and key, whatever the
 order of the entries. A remove of length 0 names no place: the chunk lay nowhere, but may have been about to
 be put again. A read says that the chunk at this place was read since it was written.
 
@@ -181,7 +181,12 @@ def replay(image: Image) -> Replay:
     reads = current & (kind == READ)
     current &= of_segment
     puts, removes = current & (kind == PUT), current & (kind == REMOVE)
-    live = puts & ~np.isin(places, places[removes])
+    live = puts.copy()
+    # A remove that was told late may name the place of another chunk by now.
+    removed = set(zip(places[removes].tolist(), entries["rest"][removes].tolist(), strict=True))
+    at_removed = np.flatnonzero(puts & np.isin(places, places[removes]))
+    rests = entries["rest"][at_removed].tolist()
+    live[at_removed] = [pair not in removed for pair in zip(places[at_removed].tolist(), rests, strict=True)]
     placed = puts | removes
     ends = entries["offset"] + 1 + (entries["length"].astype(np.int64) + 4095 >> 12)
     tails = np.zeros(len(ids), np.int64)
@@ -289,7 +294,7 @@ class Journal:
         if self.size_bytes + len(data) > self.max_bytes:
             raise OSError(errno.ENOSPC, "the journal is full")
         if self._fd < 0:
-            self._open(os.O_RDWR | os.O_CREAT)
+            self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL)  # never into one that was not read
             sync_directory(self._path.parent)
         if os.pwrite(self._fd, data, self.size_bytes) != len(data):
             raise OSError(errno.EIO, "short write to the journal")
@@ -314,8 +319,9 @@ class Journal:
         inode = _U64.pack(self._inode)
         origin = _encode(Row(ORIGIN, key=inode, offset=len(namespaces), length=size), 0)
         fd = self._replace(b"".join([origin, *more, kept]), _encode(Row(MOVED), 0))
-        self._switch(fd, size, namespaces)
+        self._switch(fd, size, namespaces)  # before anything else may fail: nobody reads the old one any more
         self._compact_above = 0
+        sync_directory(self._path.parent)
 
     def close(self) -> None:
         """Forget what was read."""
@@ -384,14 +390,15 @@ class Journal:
             if os.pwrite(fd, data, 0) != len(data):
                 raise OSError(errno.EIO, "short write to the journal")
             os.fdatasync(fd)
-            self.size_bytes += os.pwrite(self._fd, last_entry, self.size_bytes)
+            if os.pwrite(self._fd, last_entry, self.size_bytes) != len(last_entry):
+                raise OSError(errno.EIO, "short write to the journal")
+            self.size_bytes += len(last_entry)
             os.rename(temporary, self._path)
         except OSError:
             os.close(fd)
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        sync_directory(self._path.parent)
         return fd
 
 

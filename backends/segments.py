@@ -23,6 +23,7 @@ import stat
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,8 @@ MAX_WRITERS = 64
 #: The directory is locked for milliseconds, or seconds while a journal of millions of chunks is compacted;
 #: for longer if who holds it is stopped, or an older lmkv. Below the deadline of the executor.
 LOCK_WAIT_S = 4.0
+#: After that was in vain, and until it succeeds: else a batch, or several threads, would wait many times.
+_STUCK_WAIT_S = 0.05
 #: A probe that is left over is older than this.
 _PROBE_S = 60
 
@@ -82,22 +85,42 @@ class Scan:
 class SegmentFile:
     """An open segment. When nobody holds it any more, it closes itself, and its lock ends."""
 
-    __slots__ = ("_locked_by", "fd")
+    __slots__ = ("__weakref__", "_locked", "fd")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._locked_by = 0
+        self._locked = False
 
     def lock(self) -> bool:
         """Keep everybody else from writing to it, unless somebody already does that."""
         if quick.lock(self.fd):
-            self._locked_by = os.getpid()
-        return self._locked_by != 0
+            self._locked = True
+            _held.add(self)
+        return self._locked
+
+    def abandon(self) -> None:
+        """Close it in a forked process, without a word to the one that holds the lock."""
+        os.close(self.fd)
+        self.fd = -1
 
     def __del__(self) -> None:
-        if self._locked_by == os.getpid():  # closing it would not do, if a fork has it too
+        if self.fd < 0:
+            return
+        if self._locked:  # closing it would not do, if a fork has it too
             quick.unlock(self.fd)
         os.close(self.fd)
+
+
+#: What keeps others out as long as any process has it open: a fork must not.
+_held: "weakref.WeakSet[SegmentFile | Directory]" = weakref.WeakSet()
+
+
+def _abandon() -> None:
+    for held in list(_held):
+        held.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon)
 
 
 def segment_bytes_for(capacity_bytes: int) -> int:
@@ -131,11 +154,13 @@ class Directory:
         self.path = path
         self._lock_fd = -1
         self._mutex = threading.Lock()  # flock does not tell threads apart
+        self._stuck = False  # the last wait was in vain
         try:
             self._check_owner()
             self._lock_fd = os.open(
                 path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
+            _held.add(self)
             segment_bytes = self._read_format()
             self._check_capacity(capacity_bytes, segment_bytes or segment_bytes_for(capacity_bytes))
             if segment_bytes is None:
@@ -177,13 +202,15 @@ class Directory:
             self._mutex.release()
 
     def _lock(self) -> None:
-        deadline, pause_s = time.monotonic() + LOCK_WAIT_S, 0.0001
+        deadline, pause_s = time.monotonic() + (_STUCK_WAIT_S if self._stuck else LOCK_WAIT_S), 0.0001
         while True:
             if self._lock_fd < 0:
                 raise OSError(errno.EBADF, "the directory is closed")
             if quick.lock(self._lock_fd):
+                self._stuck = False
                 return
             if time.monotonic() > deadline:
+                self._stuck = True
                 raise _busy()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.005)
@@ -193,10 +220,16 @@ class Directory:
         what is written here then is lost with the last file handle."""
         try:
             there = os.stat(self.path / "writer.lock", follow_symlinks=False)
+            here = os.fstat(self._lock_fd)
         except OSError:
             return False
-        here = os.fstat(self._lock_fd)
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def abandon(self) -> None:
+        """In a forked process: its locks are another one's."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        self._lock_fd = -1
 
     def close(self) -> None:
         """Calling it again does nothing."""
@@ -342,11 +375,18 @@ class Directory:
     def _take_seat(self, capacity_bytes: int) -> int:
         # Each may write to two segments at a time: one is being filled while the last one is flushed.
         count = min(MAX_WRITERS, self.max_segments(capacity_bytes, self.scan()) // 2)
-        for number in range(count):
+        # Not only those of the first numbers: they may have come when the capacity was larger.
+        taken = sum(map(self._is_locked, range(MAX_WRITERS)))
+        for number in range(count if taken < count else 0):
             if self._lock_byte(number):
                 return number
-        problem = f"{count} engines write to {self.path} already, as many as its capacity allows."
+        problem = f"{max(taken, count)} engines write to {self.path} already; its capacity allows {count}."
         raise self._bad(problem, "set a larger capacity, or role to read_only, or name another directory.")
+
+    def _is_locked(self, at: int) -> bool:
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+        held = _FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, request))
+        return bool(held[0] != fcntl.F_UNLCK)
 
     def _lock_byte(self, at: int) -> bool:
         """Lock of the open file, as flock is, but of a part of it; in one process, two tiers exclude each

@@ -6,6 +6,7 @@ who stores more takes more: there are as many segments as fit into the capacity,
 the oldest that nobody writes to, whoever filled it.
 """
 
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Space:
     def claim(self, needed_bytes: int) -> Claim | None:
         """A segment with room for a record; None if all are being written to. Raises OSError."""
         with self._catalog.changing():
-            scan = self._directory.scan()
+            scan = self._scan()
             allowed = self._directory.max_segments(self._catalog.capacity_bytes, scan)
             self._shrink(scan, allowed)
             claim = self._unfinished(scan, needed_bytes)
@@ -57,7 +58,7 @@ class Space:
     def oldest(self) -> Claim | None:
         """A segment that holds chunks, to recycle it; None if all are being written to. Raises OSError."""
         with self._catalog.changing():
-            scan, known = self._directory.scan(), self._catalog.index.segments
+            scan, known = self._scan(), self._catalog.index.segments
             scan.segments = {s for s in scan.segments if s in known and known[s].members}
             return self._oldest(scan)
 
@@ -73,6 +74,11 @@ class Space:
                 if catalog.index.chunks > max_chunks and self._lock(segment):
                     catalog.recycle(segment)
             catalog.agree_on_capacity(capacity_bytes)
+
+    def _scan(self) -> Scan:
+        if not self._directory.in_place():  # the segments under its path are somebody else's
+            raise FileNotFoundError(errno.ENOENT, "the directory was removed or replaced")
+        return self._directory.scan()
 
     def _shrink(self, scan: Scan, allowed: int) -> None:
         """Delete what is not allowed, oldest first."""
@@ -96,6 +102,15 @@ class Space:
             return None
         return file if file.lock() else None
 
+    def _allocate(self, file: SegmentFile) -> bool:
+        """Whether a segment has all of its blocks; one whose maker was killed may not have got them yet."""
+        try:
+            self._directory.preallocate(file)
+        except OSError as error:
+            self._failed("preallocate", error)
+            return False
+        return True
+
     def _unfinished(self, scan: Scan, needed_bytes: int) -> Claim | None:
         """A segment with room left: that of a process that ended, or in which a large chunk had no room."""
         segment_bytes = self._directory.segment_bytes
@@ -103,9 +118,10 @@ class Space:
         for segment in reversed(self._by_age(scan)):
             known = self._catalog.index.segments.get(segment)
             tail = known.tail * BLOCK_BYTES if known else 0
-            if tail + needed_bytes <= segment_bytes and (file := self._lock(segment)):
+            if tail + needed_bytes > segment_bytes or (file := self._lock(segment)) is None:
+                continue
+            if self._allocate(file):
                 generation = known.generation if known else self._catalog.recycle(segment)
-                self._directory.preallocate(file)
                 return Claim(segment, file, tail, generation)
         return None
 
@@ -131,7 +147,6 @@ class Space:
 
     def _oldest(self, scan: Scan) -> Claim | None:
         for segment in self._by_age(scan):
-            if file := self._lock(segment):
-                self._directory.preallocate(file)
+            if (file := self._lock(segment)) and self._allocate(file):
                 return Claim(segment, file, 0, 0, full=True)
         return None

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmkv.kernels import BlockCopies, GroupLayout, open_copier
+from lmkv.kernels.canary import check_copies
 from lmkv.metrics import RateLimitedLog
 from lmkv.slab import RankArea, Slab
 
@@ -58,9 +59,21 @@ class RankPipeline:
     """Runs one rank's part of the transfers and tells the scheduler through the control page."""
 
     def __init__(
-        self, slab: Slab, rank: int, layout: Sequence[GroupLayout], blocks_per_chunk: int, fingerprint: bytes
+        self,
+        slab: Slab,
+        rank: int,
+        layout: Sequence[GroupLayout],
+        blocks_per_chunk: int,
+        fingerprint: bytes,
+        *,
+        ranks: int = 1,
+        names: Sequence[Sequence[str]] | None = None,
     ) -> None:
-        """`fingerprint`: 32 bytes over all that decides how this rank's bytes lie in a block."""
+        """Tries the copies, then tells the scheduler what this rank registered. Raises CanaryError.
+
+        `fingerprint`: 32 bytes over all that decides how this rank's bytes lie in a block. `ranks`: how many
+        share the slab. `names`: what the fragments of each group are called.
+        """
         self._slab = slab
         self._rank = rank
         self._area = slab.rank(rank)
@@ -72,6 +85,8 @@ class RankPipeline:
         self._watermark = 0
         self._over_early: set[int] = set()
         self._log = RateLimitedLog()
+        share = slab.capacity_bytes // ranks  # all of them try at the same time, and nobody else uses it yet
+        check_copies(self._copier, layout, slab.data, range(rank * share, (rank + 1) * share), names)
         self._area.register(fingerprint, [size * blocks_per_chunk for size in self._block_bytes])
 
     def store(self, job_id: int, ticket: int, groups: Sequence[GroupBlocks], offsets: Sequence[int]) -> None:

@@ -2,8 +2,10 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import random
+import resource
 import signal
 import subprocess
 import threading
@@ -214,6 +216,19 @@ def test_no_more_processes_write_than_can(open_tier: Open, path: Path, start: An
     assert put(open_tier(CAPACITY), [1]) == [OK]
 
 
+def test_a_capacity_too_small_for_those_that_write_is_refused(open_tier: Open, path: Path) -> None:
+    tiers = [open_tier(120 * MiB) for _ in range(6)]
+    for n, tier in enumerate(tiers):
+        assert put(tier, [n]) == [OK]  # each keeps a segment
+    tiers[0].close()
+    with pytest.raises(ConfigError, match=r"5 engines write to .* already; its capacity allows 2"):
+        open_tier(CAPACITY)
+    for tier in tiers[2:]:
+        tier.close()
+    open_tier(CAPACITY)
+    assert disk_bytes(path) <= CAPACITY
+
+
 # -- one copy
 
 
@@ -353,23 +368,35 @@ def test_a_segment_that_a_process_left_is_filled_up(open_tier: Open, path: Path,
     assert get(open_tier(), list(range(6))) == [OK] * 6
 
 
-def test_a_fork_keeps_no_segment(open_tier: Open, path: Path) -> None:
-    tier = open_tier(CAPACITY)
-    assert put(tier, [1]) == [OK]
-    ready, go = os.pipe()
-    child = os.fork()
-    if child == 0:  # it has the same open files
-        os.close(go)
-        os.read(ready, 1)
-        os._exit(0)
-    os.close(ready)
+def test_a_fork_keeps_nothing_of_what_its_parent_held(open_tier: Open, path: Path) -> None:
+    parent = run_python(
+        f"""
+        tier = FileTier.open({{"path": str(path), "capacity": {CAPACITY}}})
+        assert put(tier, [1]) == [OK]
+        with tier._directory.locked():
+            child = os.fork()
+            if child == 0:  # it has the same open files
+                try:
+                    get(tier, [1])
+                except ValueError as error:
+                    print(error, flush=True)
+                time.sleep(1000)
+            print(child, flush=True)
+            time.sleep(1000)
+        """,
+        path,
+    )
+    assert parent.stdout is not None
+    lines = sorted(parent.stdout.readline() for _ in range(2))
     try:
-        tier.close()
+        parent.kill()
+        parent.wait()
+        assert lines[1] == b"a forked process has to open the file tier anew\n"
         assert put(open_tier(CAPACITY), [2]) == [OK]
         assert len(list(path.glob("*.seg"))) == 1
     finally:
-        os.close(go)
-        os.waitpid(child, 0)
+        os.kill(int(lines[0]), signal.SIGKILL)
+        parent.stdout.close()
 
 
 def test_a_stopped_process_stops_no_other_for_long(
@@ -393,6 +420,24 @@ def test_a_stopped_process_stops_no_other_for_long(
     assert put(tier, [3]) == put(late, [4]) == [OK]
     assert get(tier, [1, 3, 4]) == get(late, [1, 3, 4]) == [OK] * 3
     assert get(late, [2]) == get(open_tier(), [2]) == [MISS]  # it was told when that was possible
+
+
+def test_a_lock_that_is_held_all_the_time_is_waited_for_once(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments_module, "LOCK_WAIT_S", 2.0)
+    tier = open_tier()
+    put(tier, [0])
+    fd = os.open(path / "writer.lock", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    started = time.monotonic()
+    try:
+        for n in range(1, 16):
+            assert put(tier, [n]) == [UNAVAILABLE]
+    finally:
+        os.close(fd)
+    assert time.monotonic() - started < 20  # and not 30
+    assert put(tier, list(range(16))) == [OK] * 16
 
 
 # -- removal
@@ -581,6 +626,200 @@ def test_processes_agree_whatever_they_do(open_tier: Open, monkeypatch: pytest.M
     for tier in tiers:
         assert counters(tier)["corrupt"] == counters(tier)["races"] == counters(tier)["io_errors"] == 0
         assert tier.stats().chunks == len(found[0])
+
+
+# -- faults
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """This process cannot open another file."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_news_that_an_error_kept_from_the_index_are_read_again(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, follower = open_tier(), open_tier(read_only=True)
+    put(writer, [0, 1])
+    assert get(follower, [0, 1]) == [OK, OK]
+    monkeypatch.setattr(journal_module, "LOOK_S", 100.0)
+    follower._catalog._journal._next_look = time.monotonic() + 100
+    writer.remove([key(0)])
+    put(writer, [2])
+    writer._catalog._compact()
+    put(writer, [3])
+    with no_more_files():  # it reads the old journal to its end, and cannot open the new one
+        assert get(follower, []) == []
+    assert counters(follower)["io_errors"] == 1
+    assert get(follower, [0, 1, 2, 3]) == [MISS, OK, OK, OK]
+
+
+def test_a_journal_that_was_read_in_vain_is_read_again(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, follower = open_tier(), open_tier(read_only=True)
+    put(writer, [0, 1])
+    assert get(follower, [0, 1]) == [OK, OK]
+    writer.remove([key(0)])
+    put(writer, [2])
+    for _ in range(2):  # it missed one, so it reads all
+        writer._catalog._compact()
+
+    def failing(_: Any) -> None:
+        raise OSError(errno.EMFILE, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments_module.Directory, "scan", failing)
+        assert get(follower, []) == []
+    assert counters(follower)["io_errors"] == 1
+    put(writer, [3])
+    assert get(follower, [0, 1, 2, 3]) == [MISS, OK, OK, OK]
+
+
+def test_more_is_removed_at_once_than_the_journal_may_hold(open_tier: Open, path: Path) -> None:
+    tier = open_tier(CAPACITY)
+    put(tier, [0, 1])
+    assert tier.remove([key(n) for n in range(1, 20_000)]) == [OK] + [MISS] * 19_998
+    assert put(tier, [2]) == [OK] and counters(tier)["io_errors"] == 0
+    assert get(open_tier(CAPACITY), [0, 1, 2]) == [OK, MISS, OK]
+    assert disk_bytes(path) <= CAPACITY
+
+
+@pytest.mark.parametrize("fault", ["last entry is torn", "directory is not synced"])
+def test_what_fails_at_the_end_of_a_compaction_parts_nobody(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    writer, follower = open_tier(), open_tier()
+    monkeypatch.setattr(journal_module, "LOOK_S", 100.0)
+    put(writer, [0])
+    assert get(follower, [0]) == [OK]
+    pwrite = os.pwrite
+
+    def torn(fd: int, data: bytes, at: int) -> int:
+        return pwrite(fd, data[:30] if data[0] == journal_module.MOVED else data, at)
+
+    def failing(_: Path) -> None:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        if fault == "last entry is torn":
+            patch.setattr(os, "pwrite", torn)
+        else:
+            patch.setattr(journal_module, "sync_directory", failing)
+        with pytest.raises(OSError, match=r"injected|short write"):
+            writer._catalog._compact()
+    assert put(writer, [1]) == put(follower, [2]) == put(writer, [3]) == [OK]
+    for tier in (writer, follower, open_tier()):
+        assert get(tier, [0, 1, 2, 3]) == [OK] * 4
+        assert counters(tier)["journal_damaged"] == 0
+
+
+@pytest.mark.parametrize("look_s", [0.0, 100.0])
+def test_a_directory_in_the_place_of_another_is_left_alone(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch, look_s: float
+) -> None:
+    old = open_tier()
+    put(old, list(range(20)))
+    old._next_place_check = time.monotonic() + 1000  # it has looked just now
+    monkeypatch.setattr(journal_module, "LOOK_S", look_s)
+    old._catalog._journal._next_look = time.monotonic() + look_s
+    path.rename(path.with_name("elsewhere"))
+    new = open_tier()
+    for n in range(0, 300, 10):
+        assert put(new, list(range(n, n + 10))) == [OK] * 10
+    for n in range(1000, 1100, 10):
+        put(old, list(range(n, n + 10)))
+    assert old.remove([key(299)]) != [OK]
+    for tier in (new, open_tier()):
+        assert get(tier, list(range(1000, 1100))) == [MISS] * 100
+        assert get(tier, list(range(300)))[100:] == [OK] * 200
+        assert counters(tier)["corrupt"] == 0
+
+
+def test_too_many_chunks_in_segments_that_others_write_to_are_refused(open_tier: Open, path: Path) -> None:
+    tier = open_tier(CAPACITY)
+    most = CAPACITY // segments_module.MIN_MEAN_CHUNK_BYTES
+    for n in range(0, most, 40):
+        assert put(tier, list(range(n, n + 40)), 4096) == [OK] * 40
+    assert tier._active is not None
+    numbers = {int(file.stem[3:]) for file in path.glob("*.seg")} - {tier._active.segment}
+    others = [tier._directory.open_segment(number, os.O_RDWR) for number in numbers]
+    assert all(file.lock() for file in others)
+    statuses: list[Any] = []
+    thread = threading.Thread(target=lambda: statuses.extend(put(tier, [most], 4096)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert statuses == [OK]  # at the cost of what it wrote itself
+    assert tier.stats().chunks <= most
+
+
+def test_who_stores_while_the_journal_is_lost_is_not_told_that_it_holds(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier()
+    put(tier, [0])
+    real = file_module.write
+
+    def write(*arguments: Any) -> None:
+        real(*arguments)
+        (path / "w0.journal").unlink()
+        monkeypatch.setattr(file_module, "write", real)
+
+    monkeypatch.setattr(file_module, "write", write)
+    assert put(tier, [1]) == [UNAVAILABLE]
+    assert put(tier, [1]) == [OK] and get(open_tier(), [0, 1]) == [MISS, OK]
+
+
+def test_a_full_disk_and_a_segment_that_never_got_its_blocks(
+    open_tier: Open, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_tier()
+    for n in range(0, 150, 10):
+        put(first, list(range(n, n + 10)))
+    (path / "w0-00009.seg").touch(0o600)  # by who was killed then
+    real = os.posix_fallocate
+
+    def full(fd: int, at: int, size: int) -> None:
+        if os.fstat(fd).st_blocks * 512 < size:
+            raise OSError(errno.ENOSPC, "injected")
+        real(fd, at, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    second = open_tier()
+    for n in range(200, 400, 10):
+        assert put(second, list(range(n, n + 10))) == [OK] * 10
+    assert get(first, [399]) == [OK]
+
+
+def test_files_that_are_deleted_below_living_processes_are_not_taken_for_new_ones(
+    open_tier: Open, path: Path
+) -> None:
+    writer, reader = open_tier(), open_tier(read_only=True)
+    put(writer, [0, 1])
+    assert get(reader, [0, 1]) == [OK, OK]
+    for file in (*path.glob("*.seg"), path / "w0.journal"):
+        file.unlink()
+    assert put(writer, [2, 3]) == [OK, OK]
+    assert get(reader, [0, 1, 2, 3]) == [MISS, MISS, OK, OK]
+    assert counters(reader)["corrupt"] == 0
+
+
+def test_a_closed_directory_is_nowhere(open_tier: Open) -> None:
+    tier = open_tier()
+    tier._directory.close()  # in another thread, while a put is under way
+    assert put(tier, [1]) == [UNAVAILABLE]
 
 
 # -- damage

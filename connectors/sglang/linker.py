@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from lmkv import __version__
 from lmkv.boundary import guarded
+from lmkv.canary import check_tier
 from lmkv.chain import chain, open_redis
 from lmkv.config import Config, ConfigError, resolve_host_capacity
 from lmkv.connectors.sglang import compat, live
@@ -35,6 +36,7 @@ from lmkv.connectors.sglang.policies import leading, windows
 from lmkv.connectors.sglang.pools import blocks_of, device_pools, layered
 from lmkv.connectors.sglang.scopes import Scope, open_scope, scope_of
 from lmkv.kernels import BlockCopies, open_copier
+from lmkv.kernels.canary import check_copies
 from lmkv.keys import GROUP_BYTES, Namespace
 from lmkv.metrics import RateLimitedLog, SharedMetrics
 from lmkv.request import Request
@@ -117,6 +119,7 @@ class LMKVLinker(UnifiedCacheLinker):
         self._slab, self._store = self._open(config)
         self.metrics = self._store.metrics
         self._copier = open_copier(self._layered.layout, self._slab.data)
+        self._try_copies()
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -143,8 +146,11 @@ class LMKVLinker(UnifiedCacheLinker):
         sizes = self._layered.chunk_bytes
         file = open_scope(config, scope, max(sizes), parts=1) if config.file.path is not None else None
         below = chain(config, file, open_redis(config))
+        namespace = self._namespace(config, scope)
         for tier in below:
             tier.writable = tier.writable and scope.writes
+            if tier.readable and tier.writable:
+                check_tier(tier.tier, namespace, sizes)
         capacity = resolve_host_capacity(config.host) // (ranks.tp_size * ranks.attn_cp_size)
         capacity -= capacity % SLOT_ALIGNMENT
         classes = {slot_bytes(size) for size in sizes}
@@ -161,7 +167,6 @@ class LMKVLinker(UnifiedCacheLinker):
         deadline = time.monotonic() + _FIRST_SLOTS_S
         while not (slab.ready_bytes or slab.fully_faulted) and time.monotonic() < deadline:
             time.sleep(0.01)
-        namespace = self._namespace(config, scope)
         store = Store(
             slab=slab,
             ranks=[slab.rank(0)],
@@ -185,6 +190,15 @@ class LMKVLinker(UnifiedCacheLinker):
             scope.directory(config) if file is not None else "no files",
         )
         return slab, store
+
+    def _try_copies(self) -> None:
+        """See `lmkv.kernels.canary`. Raises CanaryError."""
+        names = [
+            [f"{self._group.entries[place].name} layer {layer}"] * len(self._layered.layout[group])
+            for (place, layer), group in sorted(self._layered.groups.items(), key=lambda item: item[1])
+        ]
+        room = range(self._slab.capacity_bytes)
+        check_copies(self._copier, self._layered.layout, self._slab.data, room, names)
 
     def _namespace(self, config: Config, scope: Scope) -> Namespace:
         described = []

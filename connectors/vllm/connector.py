@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from lmkv import __version__
+from lmkv.canary import check_tier
 from lmkv.chain import chain, open_redis
 from lmkv.config import Config, ConfigError, load, resolve_file_capacity, resolve_host_capacity
 from lmkv.connectors.vllm import compat
@@ -175,12 +176,16 @@ def _open_store(
     span = min(group.tokens_per_block for group in offloading.groups) * offloading.cache.blocks_per_chunk
     tokens_per_chunk = span / len(offloading.groups)
     file = _open_file(config, max(sizes), tokens_per_chunk) if config.file.path is not None else None
+    below = chain(config, file, open_redis(config))
+    for tier in below:
+        if tier.readable and tier.writable:
+            check_tier(tier.tier, namespace, sizes)
     store = Store(
         slab=slab,
         ranks=ranks,
         chunk_bytes=chunk_bytes,
         namespace=namespace,
-        below=chain(config, file, open_redis(config)),
+        below=below,
         gate=Gate() if config.vllm.gate else None,
         chunk_tokens={
             group.group_id: group.tokens_per_block * offloading.cache.blocks_per_chunk

@@ -55,8 +55,11 @@ class LMKVOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """A rank's side: joins the slab and publishes the layout of the rank's KV tensors."""
         assert self._vllm_config is not None
-        layout = []
-        for refs in kv_caches.group_data_refs:
+        layout, names = [], []
+        for group, refs in zip(self.config.groups, kv_caches.group_data_refs, strict=True):
+            # Layers may share a tensor, and one layer may have several.
+            alike = len(group.layer_names) == len(refs)
+            names.append(list(group.layer_names) if alike else [f"{group.layer_names}"] * len(refs))
             fragments, offset = [], 0
             for ref in refs:
                 tensor = kv_caches.tensors[ref.tensor_idx].tensor
@@ -66,7 +69,16 @@ class LMKVOffloadingSpec(OffloadingSpec):
         slab = create_or_join(self.config.engine_id, self._capacity_bytes)
         rank = self.config.parallel.rank
         fingerprint = self._fingerprint(kv_caches, self._vllm_config)
-        return LMKVWorker(slab, RankPipeline(slab, rank, layout, self.blocks_per_chunk, fingerprint))
+        pipeline = RankPipeline(
+            slab,
+            rank,
+            layout,
+            self.blocks_per_chunk,
+            fingerprint,
+            ranks=self.config.parallel.world_size,
+            names=names,
+        )
+        return LMKVWorker(slab, pipeline)
 
     def _fingerprint(self, kv_caches: CanonicalKVCaches, vllm_config: VllmConfig) -> bytes:
         """SHA-256 over all that decides what a byte of this rank's piece of a slot means."""

@@ -216,9 +216,11 @@ class Served:
         self.connector._manager._store.index.clear()
 
     def stored(self, tier: str) -> int:
-        """Chunks that this engine put into a tier and that were not there."""
-        (below,) = (below for below in self.connector._manager._store._below if below.name == tier)
-        return int(below.tier.stats().counters["put_chunks"])
+        """Chunks of prompts that this engine put into a tier and that were not there."""
+        store = self.connector._manager._store
+        (below,) = (below for below in store._below if below.name == tier)
+        tried_at_start = len(set(store._chunk_bytes.values()))
+        return int(below.tier.stats().counters["put_chunks"]) - tried_at_start
 
     def wait_for_trip(self) -> None:
         """Step until a tier that does not answer has tripped its breaker."""

@@ -80,7 +80,8 @@ def test_gather_then_scatter(
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     ranks = [make_rank(shapes, rng) for _ in range(num_ranks)]
     pipelines = [
-        RankPipeline(slab, i, rank.layout, per_chunk, bytes([i]) * 32) for i, rank in enumerate(ranks)
+        RankPipeline(slab, i, rank.layout, per_chunk, bytes([i]) * 32, ranks=num_ranks)
+        for i, rank in enumerate(ranks)
     ]
 
     # Which blocks move, from which place in the prompt on, and the slots that they need.
@@ -182,6 +183,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPipeline]:
     slab = private(1 << 20)
     copier = FakeCopier()
     monkeypatch.setattr("lmkv.pipeline.open_copier", lambda layout, data: copier)
+    monkeypatch.setattr("lmkv.pipeline.check_copies", lambda *_: None)  # this copier copies nothing
     rank = make_rank([[(64, 0)]], np.random.default_rng(0))
     pipeline = RankPipeline(slab, 0, rank.layout, 1, bytes(32))
     yield pipeline
@@ -281,8 +283,8 @@ def test_wait_returns_when_the_jobs_are_over(pipeline: RankPipeline) -> None:
 def test_a_later_ranks_piece_lies_behind_the_earlier_ones(slab: Slab) -> None:
     rng = np.random.default_rng(1)
     first, second = make_rank([[(10, 0)]], rng), make_rank([[(20, 0)]], rng)
-    one = RankPipeline(slab, 0, first.layout, 2, bytes(32))
-    two = RankPipeline(slab, 1, second.layout, 2, bytes(32))
+    one = RankPipeline(slab, 0, first.layout, 2, bytes(32), ranks=2)
+    two = RankPipeline(slab, 1, second.layout, 2, bytes(32), ranks=2)
     slab.data[:100] = bytes([POISON]) * 100
     blocks = [GroupBlocks(np.array([4, 5]), 0)]
     two.store(1, 1, blocks, [0])

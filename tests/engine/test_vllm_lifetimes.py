@@ -131,8 +131,8 @@ def damage(directory: Path, which: int, count: int) -> None:
         for offset in range(0, len(data), 4096):
             if decode_header(data[offset : offset + HEADER_BYTES]) is not None:
                 records.append((file, offset))
-    assert len(records) == count
-    file, offset = records[which]
+    assert len(records) == 1 + count  # the first one was tried at the start, and removed
+    file, offset = records[1 + which]
     with open(file, "r+b") as stream:
         stream.seek(offset + 4096 + 1000)
         byte = stream.read(1)[0]
