@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from lmkv import __version__
 from lmkv.below import READ_BATCH_BYTES, READ_THREADS, WRITE_BATCH_BYTES, WRITE_THREADS
 from lmkv.boundary import guarded
+from lmkv.canary import check_tier
 from lmkv.chain import open_redis
 from lmkv.connectors.sglang import compat, live
 from lmkv.connectors.sglang.checks import (
@@ -134,6 +135,9 @@ class LMKVStorage(HiCacheStorage):
             pages, scope = host_pages(pool), scopes[name]
             places = self._places(scope, pages.page_bytes, parts)
             namespace = pool_namespace(self._fields, scope.ranks, name, pool, pages.form)
+            for place in places:
+                if place.readable and place.writable:
+                    check_tier(place.tier, namespace, [pages.page_bytes])
             self._ready[name] = _Ready(pages, places, namespace)
             logger.info(
                 "lmkv %s: pool %s: pages of %d tokens = %d bytes, moved %s; namespace %s in %s",
