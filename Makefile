@@ -60,7 +60,9 @@ serve-sglang: ## the same with SGLang
 	  --host 127.0.0.1 --port $(PORT) --device cpu --attention-backend torch_native \
 	  --sampling-backend pytorch --dtype float32 --max-total-tokens 16384 --enable-cache-report $(ARGS)
 
-test: lint test-unit test-engine test-sglang ## everything that has to pass
+# Two at a time: an engine mostly waits for one core.
+test: lint ## everything that has to pass
+	$(MAKE) -j2 test-engine test-unit test-sglang
 
 lint: ## ruff and mypy
 	$(DEV); $$python -m ruff check .; $$python -m ruff format --check .; $$python -m mypy
