@@ -379,9 +379,9 @@ def test_a_fork_keeps_nothing_of_what_its_parent_held(open_tier: Open, path: Pat
                 try:
                     get(tier, [1])
                 except ValueError as error:
-                    os.write(1, f"{error}\\n".encode())  # at once: the other one writes too
+                    os.write(1, f"{{error}}\\n".encode())  # at once: the other one writes too
                 time.sleep(1000)
-            os.write(1, f"{child}\\n".encode())
+            os.write(1, f"{{child}}\\n".encode())
             time.sleep(1000)
         """,
         path,
