@@ -122,6 +122,10 @@ class Client:
         """Make room."""
         self._client.delete(*keys)
 
+    def flush(self) -> None:
+        """Remove all that is on the server."""
+        self._client.flushdb()
+
 
 @contextlib.contextmanager
 def server(url: str | None, room_bytes: int) -> Iterator[str]:
