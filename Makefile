@@ -8,6 +8,7 @@ ARGS ?=
 # A recipe begins with the environment that it needs, which is made at that moment if it is missing.
 DEV = python=$$($(PYTHON) -m tools.env dev)
 ENGINE = python=$$($(PYTHON) -m tools.env vllm)
+RIVALS = python=$$($(PYTHON) -m tools.env rivals)
 SGLANG = python=$$($(PYTHON) -m tools.env sglang)
 MODELS = smollm2-135m gemma3-270m tiny-llama tiny-gemma3 tiny-deepseek-v2
 SGLANG_MODELS = smollm2-135m gemma3-270m tiny-llama tiny-deepseek-v2-dense tiny-mellum
@@ -24,7 +25,7 @@ serve serve-sglang: export LMKV_FILE_CAPACITY ?= 10GiB
 serve-sglang: export SGLANG_USE_CPU_ENGINE ?= 1
 
 .PHONY: help demo demo-sglang demo-shared demo-prefill-decode serve serve-sglang test lint test-unit test-engine test-sglang
-.PHONY: compat models models-sglang bench clean distclean
+.PHONY: torture compat models models-sglang bench bench-rivals clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-20s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +76,12 @@ test-engine: models ## tests with a real vLLM (ARGS="-k name")
 
 test-sglang: models-sglang ## tests with a real SGLang (ARGS="-k name")
 	$(SGLANG); $$python -m pytest tests/sglang --ignore tests/sglang/test_compat.py $(ARGS)
+
+torture: ## every promise of docs/reliability.md by force, ~20 minutes (ARGS="--share 0.1 kill flips")
+	$(DEV); $$python -m tests.torture $(ARGS)
+
+bench-rivals: ## lmkv's Redis tier beside other clients on one server (ARGS="--rounds 3")
+	@$(RIVALS); $$python -m benchmarks.redis_rivals $(ARGS)
 
 compat: models models-sglang ## one end-to-end test per engine version, into docs/compatibility.md (ARGS="sglang 0.5.22")
 	$(PYTHON) -m tools.compat $(ARGS)

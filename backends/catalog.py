@@ -200,6 +200,11 @@ class Catalog:
                 if self.index.mark_hot(key, place) and len(self._untold) < _MAX_UNTOLD:
                     self._untold[key] = place
 
+    def renew_locks(self) -> None:
+        """In a forked child: threads that do not exist here may hold them."""
+        self.lock, self._mutex = threading.Lock(), threading.RLock()
+        self._directory.renew_lock()
+
     def close(self) -> None:
         with self._mutex:
             self._closed = True

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,17 @@ MAX_OPEN_FILES = 128
 LOG_S = 60.0
 
 
+_tiers: "weakref.WeakSet[FileTier]" = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for tier in list(_tiers):
+        tier._leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
+
+
 class _Wanted(NamedTuple):
     """A record to read. `place` comes first: sorting puts neighbours side by side."""
 
@@ -70,7 +82,8 @@ class _Wanted(NamedTuple):
 class FileTier(Tier):
     """Chunks in files under one directory, which any number of processes may read, and `MAX_WRITERS` write.
 
-    What one of them stored or removed the others know at most `POLL_S` later.
+    What one of them stored or removed the others know at most `POLL_S` later. A forked child reads what its
+    parent's tier holds; to store it opens one of its own.
     """
 
     @classmethod
@@ -106,9 +119,9 @@ class FileTier(Tier):
         self._in_flight: dict[bytes, list[Status]] = {}  # outcomes to come, by key
         self._landed = threading.Condition(self._write_lock)
         self._adopted = False
-        self._closed = False
-        self._opened_by = os.getpid()
+        self._closed = self._forked = False
         self._scratch = Scratch()
+        _tiers.add(self)
         self._files: dict[int, tuple[tuple[int, int], SegmentFile]] = {}  # open for reading, by segment
         self._next_place_check = self._next_poll = self._next_attempt = self._next_log = 0.0
         self._following: threading.Thread | None = None
@@ -170,7 +183,7 @@ class FileTier(Tier):
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[Buffer]) -> list[Status]:
         self._check(keys, buffers)
-        if not self._in_place():
+        if not self._forked and not self._in_place():
             return [Status.UNAVAILABLE] * len(keys)
         self._catch_up(wait=True, now=True)
         ready = self._is_ready()
@@ -313,7 +326,7 @@ class FileTier(Tier):
             statuses[want.position] = Status.CORRUPT
         self._catalog.forget([want.key for want in corrupt])
         try:
-            if not self._read_only:
+            if not self._read_only and not self._forked:
                 with self._catalog.changing():
                     self._catalog.tell()
         except OSError as error:
@@ -501,6 +514,8 @@ class FileTier(Tier):
 
     def _is_ready(self) -> bool:
         """Whether this process may store; until it could, it tries again every POLL_S."""
+        if self._forked:
+            return False
         if not self._adopted and not self._read_only and time.monotonic() >= self._next_attempt:
             self._next_attempt = time.monotonic() + POLL_S
             try:
@@ -508,6 +523,16 @@ class FileTier(Tier):
             except OSError as error:
                 self._failed("prepare the directory for storing", error)
         return self._adopted
+
+    def _leave(self) -> None:
+        """In a forked child: read on, but store nothing, for what keeps writers apart is the parent's."""
+        self._forked = True
+        self._active = None
+        # Threads that do not exist here may hold these.
+        self._counting, self._write_lock = threading.Lock(), threading.RLock()
+        self._landed = threading.Condition(self._write_lock)
+        self._in_flight = {}
+        self._catalog.renew_locks()
 
     def _adopt(self) -> None:
         """Become one of those that write. Raises OSError."""
@@ -541,8 +566,6 @@ class FileTier(Tier):
         self, keys: Sequence[bytes], buffers: Sequence[Buffer] | None = None, *, writable: bool = False
     ) -> None:
         """Raise ValueError on what only a programming error can cause."""
-        if self._opened_by != os.getpid():  # threads that do not exist here may hold its locks
-            raise ValueError("a forked process has to open the file tier anew")
         if self._closed:
             raise ValueError("the file tier is closed")
         check_batch(keys, buffers, writable=writable)

@@ -140,9 +140,10 @@ def open_journal(path: Path, flags: int = os.O_RDONLY) -> int:
     """File descriptor. Raises OSError."""
     # Without O_NONBLOCK, opening a named pipe in its place would hang.
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(fd)
-        raise OSError(errno.EEXIST, "the journal is not a regular file")
+        raise OSError(errno.EEXIST, "the journal is not a regular file, or one with another name")
     return fd
 
 

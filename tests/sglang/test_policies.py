@@ -30,11 +30,12 @@ class InMemory(LMKVStorage):
 
     def __init__(self, present: dict[str, Pages]) -> None:
         self.metrics, self.log = SharedMetrics(), RateLimitedLog()
+        self._gate = None
         self.present = present
 
-    def _present(self, name: str, keys: Sequence[str]) -> Pages:
+    def _places_of(self, name: str, keys: Sequence[str]) -> list[Any]:
         there = self.present.get(name, [])
-        return [page < len(there) and there[page] for page in map(int, keys)]
+        return [self if page < len(there) and there[page] else None for page in map(int, keys)]
 
 
 def names(count: int) -> list[str]:
