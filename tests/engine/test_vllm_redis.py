@@ -1,5 +1,7 @@
 """Engines that share a Redis server, also while it is in trouble, and engines that prefill for others."""
 
+import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engine.harness import EngineError, full_hit, prompt, same
-from tests.redis_servers import Server, running
+from tests.redis_servers import Proxy, Server, cluster, running
 
 MODEL = "tiny-llama"
 BLOCK = 32
@@ -191,6 +193,99 @@ def test_trouble(start: Any, expected: Any, server: Server) -> None:
         assert full["lmkv_skipped_stores:rejected"] > 0 or full["lmkv_stored_chunks:redis"] == CHUNKS
         client.config_set("maxmemory", "3gb")
         well()
+
+
+def test_a_server_that_trickles_and_one_that_evicts_at_random(
+    start: Any, expected: Any, server: Server
+) -> None:
+    proxy = Proxy(server.port)
+    lmkv = settings(server) | {"redis": {"url": f"redis://127.0.0.1:{proxy.port}/0"}}
+    with start(MODEL, lmkv, **OPTIONS) as engine, contextlib.closing(proxy):
+        same(engine.generate([IDS]), expected)
+        found, _ = ask(engine, expected)
+        assert found["lmkv_hit_tokens:redis"] == HIT
+        client = server.client()
+        connections, memory = len(client.client_list()), resident_bytes(engine)
+
+        proxy.slow.set()  # a byte per 50 ms
+        first, _ = ask(engine, expected)
+        assert first["lmkv_hit_tokens:redis"] == 0 and first["lmkv_misses:unavailable"] <= HIT // BLOCK
+        assert engine.counters()["lmkv_breaker_trips:redis"] == 1
+        for _ in range(2):
+            later, steps = ask(engine, expected)
+            assert steps == STEPS and later["lmkv_hit_tokens:redis"] == 0
+        proxy.slow.clear()
+        engine.wait_until_well()
+        found, _ = ask(engine, expected)
+        assert found["lmkv_hit_tokens:redis"] == HIT
+
+        client.config_set("maxmemory-policy", "allkeys-random")
+        for _ in range(5):
+            limit = client.info("memory")["used_memory"]
+            while client.dbsize() == CHUNKS:
+                limit -= 4096
+                client.config_set("maxmemory", limit)
+            left = client.dbsize()
+            client.config_set("maxmemory", "3gb")
+            found, _ = ask(engine, expected)
+            hits = found["lmkv_hit_tokens:redis"]
+            assert hits % BLOCK == 0 and hits <= left * BLOCK
+            assert found["lmkv_misses:miss"] > 0 or hits == HIT  # the chunk of the answer is not asked for
+            engine.flush()
+            assert client.dbsize() == CHUNKS  # what was lost was computed and stored again
+        # No connection is left behind by what was given up, nor memory.
+        assert len(client.client_list()) <= connections + 1
+        assert resident_bytes(engine) < memory + (64 << 20)
+
+
+def resident_bytes(engine: Any) -> int:
+    status = Path("/proc", str(engine.child.pid), "status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) << 10
+
+
+def test_a_cluster_that_is_resharded_below_a_running_engine(
+    start: Any, expected: Any, tmp_path: Path
+) -> None:
+    with cluster(tmp_path) as servers, start(MODEL, settings(servers[2]), **OPTIONS) as engine:
+        same(engine.generate([IDS]), expected)
+        found, _ = ask(engine, expected)
+        assert found["lmkv_hit_tokens:redis"] == HIT
+        assert sum(server.client().dbsize() for server in servers) == CHUNKS
+        clients = [server.client() for server in servers]
+        source = next(client for client in clients if client.dbsize())
+        target, port = next(
+            (client, server.port)
+            for client, server in zip(clients, servers, strict=True)
+            if client is not source
+        )
+        ids = [client.execute_command("CLUSTER MYID").decode() for client in (source, target)]
+        for name in list(source.scan_iter("lmkv:*}")):
+            slot = source.execute_command("CLUSTER KEYSLOT", name)
+            target.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
+            source.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
+            source.execute_command("MIGRATE", "127.0.0.1", port, "", 0, 5000, "KEYS", name)
+            asked, _ = ask(engine, expected)  # ASK
+            assert asked["lmkv_hit_tokens:redis"] == HIT
+            for client in clients:
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[1])
+        moved, _ = ask(engine, expected)  # MOVED
+        assert moved["lmkv_hit_tokens:redis"] == HIT
+        assert source.dbsize() == 0
+
+
+def test_version_6_and_its_password(start: Any, expected: Any, tmp_path: Path) -> None:
+    files = {word: tmp_path / word for word in ("falsch", "geheim")}
+    for word, file in files.items():
+        file.write_text(word)
+        file.chmod(0o600)
+    with running(tmp_path / "redis", kind="redis-6", requirepass="geheim") as old:
+        with pytest.raises(EngineError, match=r"\[redis\] password.*Fix: ") as refused:
+            start(MODEL, settings(old, password_file=str(files["falsch"])), **OPTIONS)
+        assert "the server refuses the login" in str(refused.value)
+        with start(MODEL, settings(old, password_file=str(files["geheim"])), **OPTIONS) as engine:
+            same(engine.generate([IDS]), expected)
+            found, _ = ask(engine, expected)
+        assert found["lmkv_hit_tokens:redis"] == HIT
 
 
 @pytest.mark.parametrize("shared", ["redis", "file"])
