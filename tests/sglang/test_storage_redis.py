@@ -11,9 +11,11 @@ import torch
 from lmkv.config import ConfigError
 from lmkv.connectors.sglang import LMKVStorage
 from tests.redis_servers import START_TIMEOUT_S, Server, running
+from tests.sglang import test_linker_unit as linkers
+from tests.sglang.test_linker_unit import open_linker, wait
 from tests.sglang.test_storage_unit import HostPool, keys, mha, mla, no_engine, ranks
 
-__all__ = ["no_engine"]
+__all__ = ["no_engine", "open_linker"]
 LAYOUT = "page_first"
 FOUR = [0, 1, 2, 3]
 
@@ -127,3 +129,36 @@ def test_when_pages_go_down_is_sglangs_to_say(server: Server) -> None:
     extra = {"backend_name": "lmkv", "interface_v1": 1, "lmkv": lmkv}
     with pytest.raises(ConfigError, match=r"\[redis\] policy: SGLang itself decides.*hicache-write-policy"):
         LMKVStorage(ranks(None, extra_config=extra))
+
+
+def test_the_linker_on_a_server(
+    open_linker: linkers.Open,  # pytest's way
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LMKV_REDIS_URL", server.url)
+    pool = linkers.mha()
+    names = linkers.keys(5)
+    first = open_linker(pool, file=False)
+    linkers.fill(pool, 1)
+    source = linkers.contents(pool)
+    assert first.offload(linkers.kv(names, [7, 2, 3, 9, 11]))
+    first.written()
+    assert server.client().dbsize() == 5
+    second = open_linker(pool, file=False)
+    # Nothing is known of the server yet: it is asked, for the next lookup.
+    assert second.linker.lookup("a", [linkers.kv(names)]) == []
+    wait(lambda: second.linker.lookup("b", [linkers.kv(names)]) == [1, 2, 3, 4, 5])
+    linkers.fill(pool, 2)
+    before = linkers.contents(pool)
+    assert second.linker.load("b", [linkers.kv(names, [1, 10, 4, 0, 8])])
+    assert second.land()
+    assert linkers.holds(pool, linkers.moved(before, source, {1: 7, 10: 2, 4: 3, 0: 9, 8: 11}))
+    assert second.counter("lmkv_hit_tokens", "redis") == 5 * linkers.PAGE
+    server.stop()  # no lookup waits for it
+    assert second.linker.lookup("c", [linkers.kv(names)]) == [1, 2, 3, 4, 5]  # in memory
+    other = [linkers.key("other")]
+    below = second.linker._store._below[0]
+    wait(lambda: second.linker.lookup("d", [linkers.kv(other)]) == [] and below.reads.open)
+    server.go_on()
+    assert second.errors() == 0
