@@ -147,8 +147,8 @@ tier `write_queue_full` (half the slab is waiting to be written: a larger slab h
 `unavailable`, `rejected` (no room, or a tier for reading only), `reset`.
 
 `event` of `lmkv_tier_events` is what the tier counts itself, such as `corrupt`, `io_errors`, `evicted` of the
-files and `parts_missing`, `server_full`, `timeouts` of Redis; read once a second. Among the chunks put, read and
-removed is one of each size with which the tier was tried at the start.
+files and `parts_missing`, `server_full`, `timeouts` of Redis; read once a second. Among the chunks put, read
+and removed is one of each size with which the tier was tried at the start.
 
 vLLM publishes once per engine step, so on an idle engine gauges keep the value of the last step.
 """
