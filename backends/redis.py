@@ -56,9 +56,10 @@ OPEN_S = 3.0
 _MAX_ROUNDS = 5
 #: Pause before a chunk is asked for again of which only some parts moved so far.
 _MOVING_S = 0.02
-#: Chunks and payload bytes of one pipeline: the server holds as much in its buffers for this client.
+#: Chunks of one pipeline, and payload bytes where the chunks themselves move: what the server holds in its
+#: buffers for a client has left its caches when it is sent. 8 MiB at a time is read at half the speed.
 _MAX_CHUNKS = 1024
-_PIPELINE_BYTES = 16 << 20
+_PIPELINE_BYTES = 1 << 20
 _LOG_S = 10.0
 
 #: Errors that another attempt may mend: the key is elsewhere, is moving, or the master became a replica.
@@ -280,10 +281,11 @@ class RedisTier(Tier):
         size = sum(chunk.length for chunk in chunks)
         deadline = time.monotonic() + DEADLINE_S + size / bytes_per_s
         todo = self._spread(chunks, deadline)
+        most_bytes = _PIPELINE_BYTES if bytes_per_s < math.inf else math.inf
         for _ in range(_MAX_ROUNDS):
             again: list[tuple[Chunk, _Target]] = []
             for target, some in todo.items():
-                for part, found in self._talk(target, some, turn, deadline):
+                for part, found in self._talk(target, some, turn, deadline, most_bytes):
                     for chunk, result in zip(part, found, strict=True):
                         results[chunk.position] = result
                         if type(result) is Refused and result.kind in _AGAIN:
@@ -309,12 +311,12 @@ class RedisTier(Tier):
         return todo
 
     def _talk(
-        self, target: _Target, chunks: Sequence[Chunk], turn: Turn, deadline: float
+        self, target: _Target, chunks: Sequence[Chunk], turn: Turn, deadline: float, most_bytes: float
     ) -> Iterator[tuple[Sequence[Chunk], Sequence[Any]]]:
-        """Chunks and their results from one server, as far as it gives any."""
+        """Chunks and their results from one server, as far as it gives any. `most_bytes`: of a pipeline."""
         address, asking = target
         try:
-            for part in _slices(chunks, 1 if asking else _MAX_CHUNKS):
+            for part in _slices(chunks, 1 if asking else _MAX_CHUNKS, most_bytes):
                 with self._servers.connection(address, deadline) as wire:
                     if asking:  # holds for the next command, or transaction
                         wire.send([command(b"ASKING")])
@@ -449,11 +451,11 @@ def _written(result: Any) -> Status:
     return Status.OK if result is Status.OK else Status.UNAVAILABLE
 
 
-def _slices(chunks: Sequence[Chunk], most: int) -> Iterator[Sequence[Chunk]]:
-    """Pipelines of at most `most` chunks and `_PIPELINE_BYTES`, one chunk at least."""
+def _slices(chunks: Sequence[Chunk], most: int, most_bytes: float) -> Iterator[Sequence[Chunk]]:
+    """Pipelines of at most `most` chunks and so many bytes, one chunk at least."""
     start = size = 0
     for i, chunk in enumerate(chunks):
-        if i > start and (i - start == most or size + chunk.length > _PIPELINE_BYTES):
+        if i > start and (i - start == most or size + chunk.length > most_bytes):
             yield chunks[start:i]
             start, size = i, 0
         size += chunk.length
