@@ -5,9 +5,9 @@
 Without --url a server is started on loopback. Chunks lie in one slab of huge pages and are moved through
 the executor, with the store's numbers of threads and sizes of batches; every chunk read is verified. The
 limit does nothing but send commands and receive values of known length into the same memory, with as many
-connections, one value at a time (stores: all of a batch at once); it verifies nothing. redis-py, used as its manual shows, is
-recorded beside it. They take turns; ratios are medians over the rounds. With two cores the server has one
-and the busy thread the other, so the limit beside the same busy thread is recorded too.
+connections, one value at a time (stores: all of a batch at once); it verifies nothing. redis-py, used as its
+manual shows, is recorded beside it. They take turns; ratios are medians over the rounds. With two cores the
+server has one and the busy thread the other, so the limit beside the same busy thread is recorded too.
 """
 
 import argparse
