@@ -83,6 +83,21 @@ class HostConfig(_Table, frozen=True):
             extra={"default": "25 % of the available memory or of the cgroup limit's rest, at most 64 GiB"},
         ),
     ] = None
+    ttl: Annotated[
+        Duration | None,
+        Meta(
+            description="How long a chunk is served from host memory after it came there.",
+            extra={"default": "until it is evicted"},
+        ),
+    ] = None
+    quota: Annotated[
+        Size | None,
+        Meta(
+            description="Most bytes of host memory that the chunks of one tenant take. What it stores beyond "
+            "that takes the place of its own oldest ones.",
+            extra={"default": "none: a tenant may take all of it, while no other one needs it"},
+        ),
+    ] = None
 
 
 class FileConfig(_Table, frozen=True):
@@ -104,6 +119,21 @@ class FileConfig(_Table, frozen=True):
             extra={
                 "default": "50 % of the disk space that is free or already the directory's, at most 100 GiB"
             },
+        ),
+    ] = None
+    ttl: Annotated[
+        Duration | None,
+        Meta(
+            description="How long a chunk is served from the directory after it was stored there.",
+            extra={"default": "until it is evicted"},
+        ),
+    ] = None
+    quota: Annotated[
+        Size | None,
+        Meta(
+            description="Most bytes of the directory that the chunks of one namespace, so of one tenant, "
+            "take. What it stores beyond that takes the place of its own oldest ones.",
+            extra={"default": "none: a tenant may take all of it"},
         ),
     ] = None
     role: Annotated[
@@ -211,6 +241,46 @@ class IdentityConfig(_Table, frozen=True):
             "`~/.cache/lmkv/weights.json`. Instances that share must agree."
         ),
     ] = "sampled"
+    salt_required: Annotated[
+        bool,
+        Meta(description="Requests without a `cache_salt` bypass lmkv: they neither find nor leave a chunk."),
+    ] = False
+    salt_is_tenant: Annotated[
+        bool,
+        Meta(
+            description="The `cache_salt` of a request names its tenant: each has a namespace, and so quota "
+            "and deletion, of its own. For up to some hundred tenants; chunks of different salts are never "
+            "mixed up without it either."
+        ),
+    ] = False
+
+
+class SecurityConfig(_Table, frozen=True):
+    """Against others who can write to, or read, the directory or the server (docs/security.md)."""
+
+    key_file: Annotated[
+        str | None,
+        Meta(
+            description="File with a secret key, 32 bytes or their 64 hex digits, that only its owner may "
+            "read. What was not stored with it is not served: chunks carry a keyed MAC over header and payload.",
+            extra={"default": "none: chunks carry a checksum against accidents alone"},
+        ),
+    ] = None
+    encrypt: Annotated[
+        bool,
+        Meta(
+            description="Chunks are encrypted below host memory, with AES-256-GCM and a key made from "
+            "`key_file`; it needs the package `cryptography`."
+        ),
+    ] = False
+    audit_log: Annotated[
+        str | None,
+        Meta(
+            description="File to which a line of JSON is appended for what is stored, loaded, evicted, "
+            "deleted and rejected. It names chunks by digests, never by content.",
+            extra={"default": "none"},
+        ),
+    ] = None
 
 
 class VllmConfig(_Table, frozen=True):
@@ -274,6 +344,7 @@ class Config(_Table, frozen=True):
     file: FileConfig = FileConfig()
     redis: RedisConfig = RedisConfig()
     identity: IdentityConfig = IdentityConfig()
+    security: SecurityConfig = SecurityConfig()
     vllm: VllmConfig = VllmConfig()
     sglang: SglangConfig = SglangConfig()
 
@@ -469,6 +540,9 @@ def _setting(table: str, name: str, value: object, source: str, *, text: bool = 
     except msgspec.ValidationError as error:
         fix = f"set it to {_EXPECTED[kind.__origin__]}, or leave it out."
         raise ConfigError(label, f"{error} (from {source}).", fix) from error
+    if name.endswith("_file") and isinstance(converted, str) and not os.path.isfile(converted):
+        fix = "name a readable file by its absolute path."
+        raise ConfigError(label, f"{converted!r} is not a file (from {source}).", fix)
     if table == "redis":
         # What is a Secret or a Url already was checked when it was read.
         _check_redis(label, name, converted, source, private=text or isinstance(value, Secret | Url))
@@ -477,7 +551,7 @@ def _setting(table: str, name: str, value: object, source: str, *, text: bool = 
         if table == "host" and converted > total:
             problem = f"{value!r} is more than this machine's or cgroup's {total} bytes (from {source})."
             raise ConfigError(label, problem, "set a smaller capacity; it should leave room for the engine.")
-    if (table, name) == ("file", "path") and isinstance(converted, str):
+    if (table, name) in (("file", "path"), ("security", "audit_log")) and isinstance(converted, str):
         path = os.path.expanduser(converted)
         if "\0" in path or not os.path.isabs(path):
             fix = f"write an absolute path, such as {os.path.abspath(path.replace(chr(0), ''))}."
@@ -505,9 +579,6 @@ def _check_redis(label: str, name: str, value: object, source: str, *, private: 
         raise ConfigError(label, f"set where others could read it (from {source}).", fix)
     if name == "part_size" and isinstance(value, int) and value > MAX_PART_BYTES:
         raise ConfigError(label, f"{value} bytes are more than 64 MiB (from {source}).", "set 4MiB.")
-    if name.endswith("_file") and isinstance(value, str) and not os.path.isfile(value):
-        fix = "name a readable file by its absolute path."
-        raise ConfigError(label, f"{value!r} is not a file (from {source}).", fix)
 
 
 def _tables(data: object, source: str) -> Iterator[tuple[str, str, object]]:
@@ -552,6 +623,10 @@ def _file(path: str) -> object:
         raise ConfigError("LMKV_CONFIG", f"{path!r} is not valid TOML: {error}.", fix) from error
 
 
+#: Settings that make the others of their table mean something.
+_NEEDED = (("file", "path", "file tier"), ("redis", "url", "Redis tier"))
+
+
 def load(extra: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Config:
     """The settings of this engine. `extra` is the table `"lmkv"` of the engine's extra config.
 
@@ -567,16 +642,15 @@ def load(extra: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os
     for source in sources:
         for table, name, value in source:
             values[table][name] = value
-    if "capacity" in values["file"] and "path" not in values["file"]:
-        raise ConfigError(
-            "[file] capacity",
-            "set, but [file] path is not, so there is no file tier.",
-            "set [file] path, or leave [file] capacity away.",
-        )
-    for name in values["redis"]:
-        if "url" not in values["redis"]:
-            problem = "set, but [redis] url is not, so there is no Redis tier."
-            raise ConfigError(f"[redis] {name}", problem, f"set [redis] url, or leave [redis] {name} away.")
+    for table, needed, lacking in _NEEDED:
+        for name in values[table]:
+            if needed not in values[table]:
+                problem = f"set, but [{table}] {needed} is not, so there is no {lacking}."
+                fix = f"set [{table}] {needed}, or leave [{table}] {name} away."
+                raise ConfigError(f"[{table}] {name}", problem, fix)
+    if values["security"].get("encrypt") and "key_file" not in values["security"]:
+        fix = "set [security] key_file to a file with 32 random bytes."
+        raise ConfigError("[security] encrypt", "set, but there is no key.", fix)
     return msgspec.convert(values, Config, dec_hook=_decode)
 
 

@@ -11,7 +11,7 @@ from lmkv.config import Config, ConfigError
 
 #: Speculators that keep no KV of their own: the cache does not see them.
 _PLAIN_SPECULATORS = {"ngram", "ngram_gpu", "suffix"}
-_TABLES = {"host", "file", "redis", "identity", "vllm"}
+_TABLES = {"host", "file", "redis", "identity", "security", "vllm"}
 _ALLOWED_EXTRA = {"lmkv", "self_describing_kv_events"}
 _NATIVE_EXTRA = {
     "cpu_bytes_to_use": "[host] capacity",
