@@ -262,7 +262,7 @@ class SecurityConfig(_Table, frozen=True):
         str | None,
         Meta(
             description="File with a secret key, 32 bytes or their 64 hex digits, that only its owner may "
-            "read. What was not stored with it is not served: chunks carry a keyed MAC over header and payload.",
+            "read. What was not stored with it is not served: a keyed MAC covers header and payload.",
             extra={"default": "none: chunks carry a checksum against accidents alone"},
         ),
     ] = None
